@@ -254,13 +254,18 @@ def _parse(document: Document, model: type[E_], section: str, findings: list[str
     for name, value in document.data.items():
         where = f"{document.place((name,))}: {section}.{name}"
         if not NAME.fullmatch(name):
-            findings.append(f"{where}: a name is lower-case letters, digits, '.', '_' and '-' (a unit is named after it)")
+            findings.append(
+                f"{where}: a name is lower-case letters, digits, '.', '_' and '-' (a unit is named after it)"
+            )
             continue
         try:
             entries[name] = model.model_validate(value)
         except ValidationError as error:
             for problem in error.errors(include_url=False):
-                key = (name, *(part for part in problem["loc"] if part not in ("hub", "directory", "generator")))
+                key = (
+                    name,
+                    *(part for part in problem["loc"] if part not in ("hub", "directory", "generator")),
+                )
                 shown = ".".join(map(str, (section, *key)))
                 findings.append(f"{document.place(key)}: {shown}: {problem['msg']}{_got(problem)}")
     return entries
@@ -317,7 +322,11 @@ def _check_limits(configuration: Configuration, catalog: Catalog, finding: Findi
     if release is not None and release.accelerator == "cuda" and not gpus:
         yield finding(["gpus"], f"release {configuration.release} needs at least one GPU")
     speculation = configuration.speculation
-    if speculation is not None and speculation.topk == 1 and speculation.draft_tokens not in (None, speculation.steps + 1):
+    if (
+        speculation is not None
+        and speculation.topk == 1
+        and speculation.draft_tokens not in (None, speculation.steps + 1)
+    ):
         yield finding(["speculation", "draft_tokens"], f"topk 1 forces steps + 1 = {speculation.steps + 1}")
 
 

@@ -113,7 +113,7 @@ def _construct(node: yaml.Node, file: str, key: Key, places: dict[Key, Place]) -
         return [_construct(item, file, (*key, index), places) for index, item in enumerate(node.value)]
     loader = yaml.SafeLoader("")
     try:
-        return loader.construct_object(node)  # type: ignore[no-untyped-call]  # PyYAML's stubs leave it untyped
+        return loader.construct_object(node)
     except (yaml.YAMLError, ValueError) as error:
         raise CatalogError(f"{file}:{node.start_mark.line + 1}: {_dotted(key)}: {error}") from None
 

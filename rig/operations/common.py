@@ -1,0 +1,77 @@
+"""What all operations share: notes for the plan, refusals, secrets on standard input, the list of what we created."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shlex
+from collections.abc import Generator, Iterator
+
+from pyinfra import host
+from pyinfra.api.command import StringCommand
+from pyinfra.api.exceptions import OperationError
+from typing_extensions import override
+
+from rig import layout
+
+Commands = Generator[StringCommand, None, None]
+
+PLAN_LOG = "KIMI_RIG_PLAN_LOG"
+"""Environment variable: file to which a dry run appends one JSON object a detail (rig/converge.py reads it)."""
+
+
+def note(detail: str) -> None:
+    """Say in the plan what an operation would do. Call before the first yield: a dry run goes no further."""
+    path = os.environ.get(PLAN_LOG)
+    if path is None or host.state.is_executing:
+        return
+    line = {"host": host.name, "operation": operation_name(), "detail": detail}
+    with open(path, "a", encoding="utf-8") as log:  # noqa: PTH123  # append of one line is atomic enough
+        log.write(json.dumps(line) + "\n")
+
+
+def operation_name() -> str:
+    """The name of the operation being evaluated."""
+    if host.current_op_hash is None:
+        return ""
+    return ", ".join(sorted(host.state.get_op_meta(host.current_op_hash).names))
+
+
+def refuse(message: str) -> Commands:
+    """End this host's deploy with a message: at once in a dry run, as a failed operation otherwise."""
+    if not host.state.is_executing:
+        raise OperationError(f"{host.name}: {message}")
+    yield StringCommand(f"printf '%s\\n' {shlex.quote(message)} >&2; exit 1")
+
+
+class Input:
+    """Bytes for a remote command's standard input, in base64 lines. Never shows its content."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def readlines(self) -> list[str]:
+        return base64.encodebytes(self._content).decode("ascii").splitlines() or [""]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.readlines())
+
+    @override
+    def __repr__(self) -> str:
+        return f"<{len(self._content)} bytes>"
+
+
+def script(*lines: str, content: bytes | None = None) -> StringCommand:
+    """A remote sh script that stops at its first failing line; `content` arrives on its standard input in base64."""
+    text = "; ".join(["set -eu", *lines])
+    if content is None:
+        return StringCommand(text)
+    return StringCommand(text, _stdin=Input(content))
+
+
+def remember(kind: str, name: str) -> str:
+    """A script line that puts `kind name` on the host's list of what we created, once."""
+    entry = shlex.quote(f"{kind} {name}")
+    created = layout.CREATED
+    return f"mkdir -p {layout.STATE}; grep -qxF {entry} {created} 2>/dev/null || echo {entry} >> {created}"
