@@ -8,9 +8,8 @@ import os
 import shlex
 from collections.abc import Generator, Iterator
 
-from pyinfra import host
+from pyinfra import host, logger
 from pyinfra.api.command import StringCommand
-from pyinfra.api.exceptions import OperationError
 from typing_extensions import override
 
 from rig import layout
@@ -19,6 +18,9 @@ Commands = Generator[StringCommand, None, None]
 
 PLAN_LOG = "KIMI_RIG_PLAN_LOG"
 """Environment variable: file to which a dry run appends one JSON object a detail (rig/converge.py reads it)."""
+
+
+REFUSED = "refused: "
 
 
 def note(detail: str) -> None:
@@ -39,9 +41,10 @@ def operation_name() -> str:
 
 
 def refuse(message: str) -> Commands:
-    """End this host's deploy with a message: at once in a dry run, as a failed operation otherwise."""
+    """End this host's deploy with a message. A dry run goes on and lists it, so that all are seen at once."""
+    note(f"{REFUSED}{message}")
     if not host.state.is_executing:
-        raise OperationError(f"{host.name}: {message}")
+        logger.warning(f"{host.print_prefix}would be refused: {message}")
     yield StringCommand(f"printf '%s\\n' {shlex.quote(message)} >&2; exit 1")
 
 

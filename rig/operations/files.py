@@ -89,7 +89,7 @@ def present(entries: Sequence[Entry]) -> Commands:
             yield from refuse(f"{difference(entry, state)}; move it away and deploy again")
             return
     for entry, state in changes:
-        yield _write(entry, existed=state is not None)
+        yield write(entry, existed=state is not None)
 
 
 @operation()
@@ -114,10 +114,11 @@ def secret(path: str, content: bytes) -> Commands:
         host.noop(f"{path} is as it should be")
         return
     note(f"{path}: secret differs" if not found else f"{path}: is {found}, not 600 root root")
-    yield _write(File(path, content, mode="0600"), existed=bool(found))
+    yield write(File(path, content, mode="0600"), existed=bool(found))
 
 
-def _write(entry: Entry, *, existed: bool) -> StringCommand:
+def write(entry: Entry, *, existed: bool) -> StringCommand:
+    """One atomic write. existed: whether the path was there before (else it is remembered as ours)."""
     path = shlex.quote(entry.path)
     kind = type(entry).__name__.lower()
     lines = [] if existed else [f"[ -e {path} ] || {{ {remember(kind, entry.path)}; }}"]

@@ -34,13 +34,13 @@ def packages(names: Sequence[str]) -> Commands:
 
 
 @operation()
-def system_user(name: str, declaration: str) -> Commands:
+def system_user(user: str, declaration: str) -> Commands:
     """A system user as declared in a sysusers.d file that is already on the host."""
-    if host.get_fact(Lines, script=f"getent passwd {shlex.quote(name)}"):
-        host.noop(f"user {name} exists")
+    if host.get_fact(Lines, script=f"getent passwd {shlex.quote(user)}"):
+        host.noop(f"user {user} exists")
         return
-    note(f"user {name} is missing")
-    yield script(remember("user", name), f"systemd-sysusers {shlex.quote(declaration)}")
+    note(f"user {user} is missing")
+    yield script(remember("user", user), f"systemd-sysusers {shlex.quote(declaration)}")
 
 
 @operation()

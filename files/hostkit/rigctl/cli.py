@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-MODULES: tuple[str, ...] = ("environment",)
+MODULES: tuple[str, ...] = ("environment", "serve", "status")
 
 
 class RigctlError(Exception):

@@ -105,7 +105,7 @@ def _index_options(specification: Specification) -> list[str]:
     index = specification.index
     if index is None:
         return []
-    wheels = [name for folder in _wheel_directories() for name in (os.listdir(folder) if folder.is_dir() else [])]
+    wheels = [path.name for folder in _wheel_directories() for path in folder.glob("*.whl")]
     needed = [wheel for package in index["packages"] if (wheel := _locked_wheel(specification.lock, package))]
     if all(any(name.startswith(wheel) for name in wheels) for wheel in needed):
         return []

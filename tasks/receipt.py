@@ -1,0 +1,16 @@
+"""Receipt: a record on the host of what is installed and from what."""
+
+from pyinfra.api import deploy
+
+from rig.hostplan import HostPlan
+from rig.operations import receipts
+from rig.target import current_plan
+
+
+@deploy("Receipt")
+def receipt(plan: HostPlan) -> None:
+    receipts.receipt(name="Write the receipt", plan=plan)
+
+
+if __name__ == "builtins":
+    receipt(plan=current_plan())
