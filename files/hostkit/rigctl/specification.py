@@ -37,7 +37,8 @@ class Specification:
     @property
     def base_url(self) -> str:
         """Where this machine reaches the engine, also when it listens on every address."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # read, not bound
+        host = everywhere.get(self.host, self.host)
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
