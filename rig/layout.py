@@ -17,6 +17,8 @@ RECEIPT = f"{STATE}/receipt.json"
 CREATED = f"{STATE}/created"
 """Append-only list of what we brought to the host; uninstall removes these and nothing else."""
 
+REBOOT_PENDING = "/run/kimi-rig/reboot-pending"
+
 UNITS = "/etc/systemd/system"
 UNIT_MARK = "# Written by kimi-rig"
 CACHE = "/var/cache/kimi-rig"

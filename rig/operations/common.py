@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 from collections.abc import Generator, Iterator
+from typing import Any
 
 from pyinfra import host, logger
 from pyinfra.api.command import StringCommand
@@ -25,12 +26,25 @@ REFUSED = "refused: "
 
 def note(detail: str) -> None:
     """Say in the plan what an operation would do. Call before the first yield: a dry run goes no further."""
+    _log(operation=operation_name(), detail=detail)
+
+
+def reached() -> None:
+    """Say in the plan that the last operation was looked at: the host did not drop out."""
+    _log(reached=True)
+
+
+def pending(why: str) -> None:
+    """Say in the plan that the host waits for a reboot."""
+    _log(pending=why)
+
+
+def _log(**entry: Any) -> None:
     path = os.environ.get(PLAN_LOG)
     if path is None or host.state.is_executing:
         return
-    line = {"host": host.name, "operation": operation_name(), "detail": detail}
-    with open(path, "a", encoding="utf-8") as log:  # noqa: PTH123  # append of one line is atomic enough
-        log.write(json.dumps(line) + "\n")
+    with open(path, "a", encoding="utf-8") as log:  # noqa: PTH123  # one short line a write, so appends do not mix
+        log.write(json.dumps({"host": host.name, **entry}) + "\n")
 
 
 def operation_name() -> str:

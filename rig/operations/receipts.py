@@ -16,7 +16,7 @@ from rig import layout
 from rig.catalog import ROOT
 from rig.facts.state import JsonFile
 from rig.hostplan import HostPlan
-from rig.operations.common import Commands, note
+from rig.operations.common import Commands, note, reached
 from rig.operations.files import File, write
 from rig.operations.hostkit import hostkit_path
 from rig.receipt import merged, receipt_items
@@ -25,6 +25,7 @@ from rig.receipt import merged, receipt_items
 @operation()
 def receipt(plan: HostPlan) -> Commands:
     """The receipt on the host says what this deploy installed."""
+    reached()
     new = merged(
         host.get_fact(JsonFile, path=layout.RECEIPT),
         receipt_items(plan, hostkit_path()),

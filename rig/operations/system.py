@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from pyinfra import host
+from pyinfra import host, logger
 from pyinfra.api import operation
 
 from rig import layout
 from rig.facts.state import InstalledPackages, Lines, UnitProperties
-from rig.operations.common import Commands, note, refuse, remember, script
+from rig.operations.common import Commands, note, pending, refuse, remember, script
 
 
 @operation()
@@ -126,3 +126,15 @@ def running_current(digests: dict[str, str], restart: str) -> Commands:
     for name in stale:
         note(f"{layout.unit_name(name)} is restarted: what it was started with has changed")
     yield script(f"systemctl restart --no-block {' '.join(layout.unit_name(name) for name in stale)}")
+
+
+@operation()
+def reboot_pending() -> Commands:
+    """Report a reboot that a stage asked for on this boot; the file names why. A reboot clears it: it is in /run."""
+    why = host.get_fact(Lines, script=f"cat {layout.REBOOT_PENDING}")
+    if why:
+        pending("; ".join(why))
+        logger.warning(f"{host.print_prefix}reboot pending: {'; '.join(why)}")
+    host.noop("a reboot is pending" if why else "no reboot is pending")
+    return
+    yield

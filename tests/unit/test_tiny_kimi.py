@@ -231,9 +231,7 @@ def test_a_complete_directory_is_left_alone(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("obstacle", ["other files", "other kind", "tampered", "file", "dangling link"])
-def test_something_else_is_never_overwritten(
-    obstacle: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_something_else_is_never_overwritten(obstacle: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "place"
     if obstacle == "other files":
         place.mkdir()

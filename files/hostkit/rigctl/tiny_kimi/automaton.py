@@ -28,8 +28,7 @@ CONTENT = (
     "Now try real questions against some bigger model."
 )
 TOOL_REASONING = (
-    "Some tools were offered: fetching current weather data looks sensible first, "
-    "say Paris using celsius units."
+    "Some tools were offered: fetching current weather data looks sensible first, say Paris using celsius units."
 )
 TOOL_CALL_ID = "functions.get_weather:0"
 TOOL_NAME = "get_weather"

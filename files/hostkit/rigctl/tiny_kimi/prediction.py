@@ -45,9 +45,7 @@ def half_right(seed: int) -> dict[str, str]:
     """Right for a random part of the chain tokens, wrong as `never_right` for the others."""
     dice = random.Random(seed)  # noqa: S311 (a reproducible choice, no secret)
     wrong = never_right()
-    return {
-        token: after if dice.random() < _HALF_RIGHT else wrong[token] for token, after in successors().items()
-    }
+    return {token: after if dice.random() < _HALF_RIGHT else wrong[token] for token, after in successors().items()}
 
 
 def drafted_successors(drafter: Drafter) -> dict[str, str]:

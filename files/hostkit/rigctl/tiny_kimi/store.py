@@ -19,9 +19,7 @@ def publish(files: Mapping[str, bytes], destination: Path) -> bool:
     if os.path.lexists(destination):
         if _holds(files, destination):
             return False
-        raise RigctlError(
-            f"{destination} exists and is not this checkpoint; move it away or name another directory"
-        )
+        raise RigctlError(f"{destination} exists and is not this checkpoint; move it away or name another directory")
     if not destination.parent.is_dir():
         raise RigctlError(f"{destination.parent} is no directory; make it first")
     try:
