@@ -161,6 +161,8 @@ class Release(Entry):
     minimum_driver: Text | None = None
     minimum_cuda: Text | None = None
     minimum_glibc: Text | None = None
+    system_packages: list[Text] = []
+    """Debian/Ubuntu packages its libraries need."""
     environment: dict[Variable, str] = {}
     """Variables every configuration of this release needs."""
     known_bad: list[KnownBad] = []

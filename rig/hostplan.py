@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -73,12 +73,12 @@ class HostPlan:
     environments: Mapping[str, Environment]
     checkpoints: Mapping[str, Checkpoint]
     checkpoint_paths: Mapping[str, str]
-    _catalog: Catalog = field(repr=False)
 
     @property
-    def released_entries(self) -> frozenset[str]:
-        """Names of every configuration in the catalogue, installed here or not."""
-        return frozenset(self._catalog.serving)
+    def packages(self) -> list[str]:
+        """System packages of the host and of the engine releases it gets."""
+        engines = (name for env in self.environments.values() for name in env.release.system_packages)
+        return sorted({*self.data.base_packages, *engines})
 
     def locations(self, configuration: Configuration) -> Locations:
         """The paths a configuration's command line names."""
@@ -113,7 +113,6 @@ def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings
         environments={name: _environment(name, catalog.releases[name], python, host) for name in releases},
         checkpoints=checkpoints,
         checkpoint_paths={name: _checkpoint_path(name, entry, host) for name, entry in checkpoints.items()},
-        _catalog=catalog,
     )
 
 

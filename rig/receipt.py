@@ -16,7 +16,7 @@ def receipt_items(plan: HostPlan, hostkit: str) -> dict[str, dict[str, Any]]:
     """Item id -> its inputs, for everything a deploy installs. hostkit: path of the installed version."""
     items: dict[str, dict[str, Any]] = {
         "hostkit": {"path": hostkit},
-        "packages": {"names": sorted(plan.data.base_packages)},
+        "packages": {"names": plan.packages},
         "user": {"name": plan.data.service_user},
     }
     for name, env in plan.environments.items():

@@ -31,7 +31,7 @@ def base_paths(plan: HostPlan) -> list[Directory | File | Link]:
 @deploy("Base")
 def base(plan: HostPlan) -> None:
     deploy_lock(name="Hold the deploy lock")
-    packages(name="Install base packages", names=plan.data.base_packages)
+    packages(name="Install packages", names=plan.packages)
     present(name="Make directories", entries=base_paths(plan))
     system_user(name=f"Create user {plan.data.service_user}", user=plan.data.service_user, declaration=SYSUSERS)
     secrets = {"api-key": plan.data.api_key_file, "hub-token": plan.data.hub_token_file}

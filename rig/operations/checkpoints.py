@@ -33,12 +33,15 @@ def checkpoint(checkpoint_name: str, entry: Checkpoint, path: str) -> Commands:
         return
     note(f"{path} is generated ({entry.source.generator})")
     record = f'{{"path": "{path}", "generator": "{entry.source.generator}", "digest": "{wanted}"}}'
+    publish = f"printf '%s\\n' {shlex.quote(record)} > {RECORDS}/{name}.json"
     make = f"{layout.RIGCTL} tiny-kimi {shlex.quote(entry.source.generator)} {quoted}"
-    yield script(remember("directory", path), f"mkdir -p {RECORDS}")
+    # What lies there with a record of ours is an older or half-recorded product of the generator.
+    ours = f"[ ! -e {RECORDS}/{name}.json ] || rm -rf {quoted}"
+    yield script(remember("directory", path), f"mkdir -p {RECORDS} $(dirname {quoted})", ours)
     yield from jobs.run(
         jobs.LongJob(
             unit=f"kimi-job-checkpoint-{name}-{wanted[:12]}",
-            argv=["sh", "-c", f"{make} && printf '%s\\n' {shlex.quote(record)} > {RECORDS}/{name}.json"],
+            argv=["sh", "-c", f"{make} && {publish}"],
             proof=proof,
             limit_seconds=600,
         )

@@ -51,7 +51,7 @@ def run(job: LongJob) -> Commands:
     )
     _follow(job)
     yield script(
-        f"( {job.proof} ) || {{ journalctl -q -n 15 -o cat -u {unit} >&2; "
+        f"( {job.proof} ) || {{ journalctl -q -n 15 -o cat _SYSTEMD_UNIT={unit}.service >&2; "
         f"echo {shlex.quote(f'{job.unit} did not finish its work: see `journalctl -u {job.unit}` on the host')} >&2; "
         "exit 1; }"
     )

@@ -30,7 +30,7 @@ STOP_SECONDS = 90
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("serve", help="run an engine as the main process of its unit (used by systemd)")
     parser.add_argument("specification", type=Path)
-    parser.add_argument("argv", nargs=argparse.REMAINDER, help="-- and the engine's command line")
+    parser.add_argument("argv", nargs="+", help="the engine's command line, after --")
     parser.set_defaults(run=run)
 
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until the engine ends or systemd stops the unit. Raises RigctlError when the engine is not accepted."""
     specification = read(arguments.specification)
     key = api_key()
-    engine = _start(specification, arguments.argv[1:], key)
+    engine = _start(specification, arguments.argv, key)
     started = time.monotonic()
     notify("STATUS=starting the engine")
     try:
@@ -71,7 +71,10 @@ def _start(specification: Specification, argv: list[str], key: str | None) -> su
     environment.pop("NOTIFY_SOCKET", None)
     if key and specification.engine == "vllm":
         environment["VLLM_API_KEY"] = key
-    engine = subprocess.Popen(argv, env=environment)
+    try:
+        engine = subprocess.Popen(argv, env=environment)
+    except OSError as error:
+        raise RigctlError(f"{specification.name}: {argv[0]} cannot be run: {error.strerror}; deploy again") from None
 
     def stop(number: int, _frame: FrameType | None) -> None:
         _stopping.append(number)
