@@ -76,7 +76,8 @@ def last_trouble(log: Path) -> str:
         [line for line in lines if line.startswith(("E:", "W: Failed", "Err:"))] or lines or ["no output"]
     )
     advice = ""
-    if NETWORK_TROUBLE.search(text):
+    if unreached := [line for line in errors if NETWORK_TROUBLE.search(line)]:
+        errors = unreached
         advice = "; the package mirror was not reached: check network, http_proxy, apt's Acquire::http::Proxy"
     return f"{errors[-1]} (all of it in {log}){advice}"
 

@@ -164,9 +164,11 @@ def test_pyinfra_reaches_it_from_a_home_without_ssh_directory(tool: Tool, tmp_pa
 
 
 def test_wheels_are_seen_read_only_by_commands_and_services(tool: Tool) -> None:
-    show = 'ls "${PIP_FIND_LINKS%% *}" "${UV_FIND_LINKS%%,*}"'
-    for line in (show, f"systemd-run --quiet --wait --pipe sh -c '{show}'"):
-        assert tool.ssh(line).split().count("some.whl") == 2
+    for line in ("env", "systemd-run --quiet --wait --pipe env"):
+        seen = dict(text.split("=", 1) for text in tool.ssh(line).splitlines())
+        assert str(tool.wheels) in seen["PIP_FIND_LINKS"].split()
+        assert str(tool.wheels) in seen["UV_FIND_LINKS"].split(",")
+    assert tool.ssh("ls", str(tool.wheels)) == "some.whl"
     assert tool("ssh", f"touch {tool.wheels}/x").returncode != 0
 
 
