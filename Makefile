@@ -3,6 +3,8 @@ INVENTORY ?= inventory/sandbox.py
 PYTHON ?= python3
 BIN := .venv/bin
 export PYINFRA_PROGRESS ?= off
+# As typed: quotes, pipes and $ of CMD reach the box.
+override export CMD := $(value CMD)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy verify check test lock format
@@ -31,7 +33,7 @@ sandbox-rm: .venv/ready ## delete the box
 	@$(BIN)/python -m rig.sandbox rm
 
 sandbox-ssh: .venv/ready ## CMD="...": run a command in the box
-	@$(BIN)/python -m rig.sandbox ssh $(if $(CMD),'$(subst ','\'',$(CMD))')
+	@$(BIN)/python -m rig.sandbox ssh "$$CMD"
 
 plan: .venv/ready ## INVENTORY=... [LIMIT=host]: what a deploy would change (0 nothing, 2 something, 1 failed)
 	@$(BIN)/python -m rig.converge plan $(INVENTORY) $(if $(LIMIT),--limit '$(LIMIT)')

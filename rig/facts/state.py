@@ -171,7 +171,7 @@ class JobState(FactBase[Job]):
         quoted = shlex.quote(unit)
         return (
             f"systemctl show -P ActiveState {quoted}; systemctl show -P Result {quoted}; "
-            f"journalctl -q -n 1 -o cat _SYSTEMD_UNIT={quoted}.service | tail -n 1 | tr -cd '[:print:]\\n' | cut -c 1-200"
+            f"journalctl -q -n 1 -o cat _SYSTEMD_UNIT={quoted}.service | tail -n 1 | tr -cd '[:print:]\\n' | cut -c1-200"
         )
 
     def default(self) -> Job:  # type: ignore[override]  # see HostBasics

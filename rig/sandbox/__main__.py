@@ -53,9 +53,7 @@ def claim(box: Box) -> None:
     """Make the box's directory, or see that it is ours; an empty one may become ours."""
     directory = box.directory
     if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
-        raise SandboxError(
-            f"{directory} is no directory; use another --name, or another KIMI_RIG_SANDBOX_DIR"
-        )
+        raise SandboxError(f"{directory} is no directory; use another --name, or another KIMI_RIG_SANDBOX_DIR")
     if directory.exists() and not box.marker.is_file() and any(directory.iterdir()):
         raise SandboxError(
             f"{directory} exists and is not a box of ours (no {box.marker.name} in it); "
@@ -81,8 +79,7 @@ def already_running(box: Box, state: State) -> int:
     recorded = box.state()
     if recorded.port != state.port:
         raise SandboxError(
-            f"box {box.name} runs on port {recorded.port}, not {state.port}; "
-            "stop it first: `make sandbox-stop`"
+            f"box {box.name} runs on port {recorded.port}, not {state.port}; stop it first: `make sandbox-stop`"
         )
     if not boot.answers(recorded) or limits.stored(box) is None:
         finish(box, recorded)
@@ -160,9 +157,7 @@ def remove(box: Box) -> int:
         say(box, "there is no such box")
         return 0
     if box.directory.is_symlink() or not box.marker.is_file():
-        raise SandboxError(
-            f"{box.directory} is not a box of ours (no {box.marker.name} in it); nothing was deleted"
-        )
+        raise SandboxError(f"{box.directory} is not a box of ours (no {box.marker.name} in it); nothing was deleted")
     with locked(box):
         if boot.stop(box):
             say(box, "stopped")

@@ -36,9 +36,7 @@ class Process:
 def start_time(pid: int) -> int:
     """Field 22 of /proc/PID/stat; 0 when there is no such process or it is a zombie."""
     try:
-        fields = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return 0
     return 0 if fields[0] in "ZX" else int(fields[19])
@@ -128,9 +126,7 @@ def stop(box: Box) -> bool:
         if not _gone(box, 5) and (outer := nspawn(box)):
             signal_ours(box, outer, _is_nspawn, signal.SIGKILL)
         if not _gone(box, 5):
-            raise SandboxError(
-                f"box {box.name} could not be ended; its processes have {box.root} in their arguments"
-            )
+            raise SandboxError(f"box {box.name} could not be ended; its processes have {box.root} in their arguments")
     for group in own_cgroups(box):
         for directory, _, _ in os.walk(group, topdown=False):
             with suppress(OSError):
@@ -264,9 +260,7 @@ def wait_ready(box: Box, seconds: float = BOOT_SECONDS) -> str:
     )
 
 
-def in_box(
-    box: Box, command: str, text: str | None = None, timeout: float = 30
-) -> subprocess.CompletedProcess[str]:
+def in_box(box: Box, command: str, text: str | None = None, timeout: float = 30) -> subprocess.CompletedProcess[str]:
     """Run a shell command in the box by SSH and catch its output; exit status 255 when the link fails."""
     argv = box.ssh_command(command)
     try:

@@ -42,9 +42,7 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)
-    with os.fdopen(
-        os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8"
-    ) as file:
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
         os.fchmod(file.fileno(), mode)
         file.write(text)
     temporary.replace(path)
@@ -135,8 +133,7 @@ class Box:
             return State()
         except (ValueError, TypeError, AttributeError) as error:
             raise SandboxError(
-                f"{self.directory / 'state.json'} cannot be read ({error}); "
-                "delete this file, then `make sandbox`"
+                f"{self.directory / 'state.json'} cannot be read ({error}); delete this file, then `make sandbox`"
             ) from None
         return dataclasses.replace(state, binds=tuple(state.binds))
 
@@ -154,9 +151,7 @@ class Box:
                 "remove it first, or use another --name"
             )
         asked = environ.get("KIMI_RIG_SANDBOX_PORT")
-        return dataclasses.replace(
-            state, port=port_from(asked) if asked else state.port, login=login or state.login
-        )
+        return dataclasses.replace(state, port=port_from(asked) if asked else state.port, login=login or state.login)
 
     def host_data(self) -> dict[str, str | int]:
         """Data of pyinfra's SSH connector for this box; the host key is always checked.

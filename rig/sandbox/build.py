@@ -43,23 +43,17 @@ def missing_packages(
     return packages
 
 
-def install_packages(
-    box: Box, packages: Sequence[str], tool: Callable[[str], str | None] = find_tool
-) -> None:
+def install_packages(box: Box, packages: Sequence[str], tool: Callable[[str], str | None] = find_tool) -> None:
     """Install `packages` by apt, reading the package lists anew when that is what it takes."""
     apt = tool("apt-get")
     if apt is None:
-        raise SandboxError(
-            f"{', '.join(packages)}: not installed, and this machine has no apt; install them yourself"
-        )
+        raise SandboxError(f"{', '.join(packages)}: not installed, and this machine has no apt; install them yourself")
     log = box.directory / "apt.log"
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     install = [apt, "install", "-y", "--no-install-recommends", *packages]
     with log.open("w") as output:
         for command in (install, [apt, "update"], install):
-            code = subprocess.run(
-                command, stdout=output, stderr=output, env=environment, check=False
-            ).returncode
+            code = subprocess.run(command, stdout=output, stderr=output, env=environment, check=False).returncode
             if code == 0 and command is install:
                 return
     if "mmdebstrap" in packages:
@@ -72,9 +66,7 @@ def last_trouble(log: Path) -> str:
     """One line on why a download or install failed, out of its log."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = (
-        [line for line in lines if line.startswith(("E:", "W: Failed", "Err:"))] or lines or ["no output"]
-    )
+    errors = [line for line in lines if line.startswith(("E:", "W: Failed", "Err:"))] or lines or ["no output"]
     advice = ""
     if unreached := [line for line in errors if NETWORK_TROUBLE.search(line)]:
         errors = unreached
@@ -92,9 +84,7 @@ def check_free(path: Path, least: int = LEAST_FREE) -> None:
         )
 
 
-def bootstrap_command(
-    root: Path, machine: Machine, tool: Callable[[str], str | None] = find_tool
-) -> list[str]:
+def bootstrap_command(root: Path, machine: Machine, tool: Callable[[str], str | None] = find_tool) -> list[str]:
     """Argv that makes the root; the sources go to mmdebstrap's standard input."""
     mmdebstrap = tool("mmdebstrap")
     include = f"--include={','.join(PACKAGES)}"
@@ -175,9 +165,7 @@ def make_keys(box: Box) -> None:
         if path.exists() and path.with_suffix(".pub").exists():
             continue
         path.unlink(missing_ok=True)
-        subprocess.run(
-            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)], check=True
-        )
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", str(path)], check=True)
 
 
 def sshd_settings(state: State) -> str:

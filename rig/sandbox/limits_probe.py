@@ -68,8 +68,7 @@ ATTEMPTS: dict[str, tuple[list[str], str]] = {
 GRANTS: dict[str, tuple[list[str], str]] = {
     "LoadCredential": (
         ["SetCredential=probe:x"],
-        "import os\n"
-        "if open(os.environ['CREDENTIALS_DIRECTORY'] + '/probe').read() != 'x': raise OSError('wrong')",
+        "import os\nif open(os.environ['CREDENTIALS_DIRECTORY'] + '/probe').read() != 'x': raise OSError('wrong')",
     ),
     "LimitMEMLOCK": (
         ["LimitMEMLOCK=infinity"],
@@ -95,9 +94,7 @@ def program(attempt: str) -> list[str]:
 
 def run(command: list[str]) -> tuple[int, str]:
     """Exit status (128 + n, or -n, for signal n) and last line on standard error."""
-    done = subprocess.run(
-        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=20
-    )
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=20)
     lines = done.stderr.strip().splitlines()
     return done.returncode, lines[-1] if lines else ""
 

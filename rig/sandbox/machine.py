@@ -101,9 +101,7 @@ def pip_settings(texts: Iterable[tuple[str, str]]) -> dict[str, str]:
     return settings
 
 
-def passed_environment(
-    environ: Mapping[str, str], links: list[str], pip: Mapping[str, str]
-) -> dict[str, str]:
+def passed_environment(environ: Mapping[str, str], links: list[str], pip: Mapping[str, str]) -> dict[str, str]:
     """Variables the box gets.
 
     Left out: paths that do not exist here, and values that /etc/environment cannot hold.
@@ -123,9 +121,7 @@ def passed_environment(
     # uv has no file: index of pip's kind; a remote mirror set for pip alone is meant for uv too.
     if mirror.startswith("http") and not {"UV_DEFAULT_INDEX", "UV_INDEX_URL"} & passed.keys():
         passed["UV_DEFAULT_INDEX"] = mirror
-    return {
-        name: value for name, value in passed.items() if value.isprintable() and not set('"#\\') & set(value)
-    }
+    return {name: value for name, value in passed.items() if value.isprintable() and not set('"#\\') & set(value)}
 
 
 def bound_paths(environment: Mapping[str, str], links: list[str], pip: Mapping[str, str]) -> tuple[Path, ...]:
@@ -134,9 +130,7 @@ def bound_paths(environment: Mapping[str, str], links: list[str], pip: Mapping[s
     wanted += [Path(environment[name]) for name in CA_PATHS if name in environment]
     wanted += [Path(pip["cert"])] if "cert" in pip else []
     wanted += filter(None, map(local_directory, links))
-    urls = (
-        " ".join(environment.get(name, "") for name in INDEXES if "INDEX" in name).replace(",", " ").split()
-    )
+    urls = " ".join(environment.get(name, "") for name in INDEXES if "INDEX" in name).replace(",", " ").split()
     urls += f"{pip.get('index-url', '')} {pip.get('extra-index-url', '')}".split()
     wanted += filter(None, map(index_directory, urls))
     paths: list[Path] = []
@@ -166,9 +160,7 @@ def deb822_sources(text: str) -> list[str]:
     """This release's own stanzas of a deb822 file, as one-line entries."""
     kept = []
     for stanza in re.split(r"\n\s*\n", re.sub(r"(?m)^#.*\n?", "", text)):
-        fields = {
-            key.lower(): value for key, value in re.findall(r"(?m)^([\w-]+):[ \t]*(.*(?:\n[ \t].*)*)", stanza)
-        }
+        fields = {key.lower(): value for key, value in re.findall(r"(?m)^([\w-]+):[ \t]*(.*(?:\n[ \t].*)*)", stanza)}
         signed = fields.get("signed-by", "").strip()
         if (
             "deb" not in fields.get("types", "").split()
@@ -182,11 +174,7 @@ def deb822_sources(text: str) -> list[str]:
         prefix = f"deb [{' '.join(options)}]" if options else "deb"
         components = " ".join(fields["components"].split())
         suites = [suite for suite in fields.get("suites", "").split() if _own_suite(suite)]
-        kept += [
-            f"{prefix} {uri} {suite} {components}"
-            for uri in fields.get("uris", "").split()
-            for suite in suites
-        ]
+        kept += [f"{prefix} {uri} {suite} {components}" for uri in fields.get("uris", "").split() for suite in suites]
     return kept
 
 
@@ -241,9 +229,7 @@ def _apt_settings() -> list[str]:
 
 def _apt_sources() -> list[str]:
     release = Path("/etc/os-release").read_text(encoding="utf-8") if Path("/etc/os-release").exists() else ""
-    if not re.search(r"(?m)^ID=debian$", release) or not re.search(
-        rf"(?m)^VERSION_CODENAME={RELEASE}$", release
-    ):
+    if not re.search(r"(?m)^ID=debian$", release) or not re.search(rf"(?m)^VERSION_CODENAME={RELEASE}$", release):
         return []
     directory = Path("/etc/apt/sources.list.d")
     found: list[str] = []

@@ -1,6 +1,6 @@
 """Verification of live hosts: the hosts come from the inventory, the expectations from the same plan as the deploy.
 
-    pytest tests/host --inventory inventory/gpu.py [--limit NAME]
+pytest tests/host --inventory inventory/gpu.py [--limit NAME]
 """
 
 from __future__ import annotations

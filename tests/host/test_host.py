@@ -56,9 +56,15 @@ def test_environment_holds_what_its_lock_says(target: Target, environment: str) 
     installed = dict(line.split() for line in run(target.host, f"{env.interpreter} -c '{listing}'").splitlines())
     found = {normal(name): version for name, version in installed.items()}
     locked = locked_versions((ROOT / env.lock).read_text())
-    wrong = [f"{name} {found.get(name, 'missing')} (lock: {version})" for name, version in locked.items() if found.get(name) != version]
+    wrong = [
+        f"{name} {found.get(name, 'missing')} (lock: {version})"
+        for name, version in locked.items()
+        if found.get(name) != version
+    ]
     assert not wrong, f"{env.path}: {'; '.join(wrong)}"
-    assert not (extra := found.keys() - locked.keys()), f"{env.path} holds packages of no lock: {', '.join(sorted(extra))}"
+    assert not (extra := found.keys() - locked.keys()), (
+        f"{env.path} holds packages of no lock: {', '.join(sorted(extra))}"
+    )
 
 
 def test_lock_files(target: Target) -> None:
@@ -85,7 +91,7 @@ def test_unit_is_loaded_as_written(target: Target, configuration: str) -> None:
     properties = target.host.service(unit).systemd_properties
     assert properties.get("LoadState") == "loaded", f"{unit}: {properties.get('LoadState')}"
     assert properties["NeedDaemonReload"] == "no", f"{unit} changed on disk since systemd read it"
-    assert properties["DropInPaths"] == "", f"{unit} is changed by {properties['DropInPaths']}"
+    assert not properties.get("DropInPaths"), f"{unit} is changed by {properties['DropInPaths']}"
     assert properties["User"] == target.plan.data.service_user
     assert set(conflicts(target.plan, configuration)) <= set(properties["Conflicts"].split()), "it is not exclusive"
     boot = target.plan.data.enable_at_boot == configuration
@@ -113,7 +119,9 @@ def test_what_runs(target: Target, configuration: str) -> None:
     assert started["digest"] == digest, f"{unit} is stale: it was started before the last deploy"
     entry = target.plan.serving[configuration]
     listening = run(target.host, f"ss -Hltn 'sport = :{entry.listen.port}'").split()
-    assert f"{entry.listen.host}:{entry.listen.port}" in listening, f"{unit} does not listen where it should: {listening}"
+    assert f"{entry.listen.host}:{entry.listen.port}" in listening, (
+        f"{unit} does not listen where it should: {listening}"
+    )
     assert target.host.process.filter(user=target.plan.data.service_user), f"{unit} runs as another user"
     answer = run(target.host, f"rigctl chat --json --configuration {configuration} 'Say hello.'")
     assert '"content": ""' not in answer, f"{unit} answers nothing"

@@ -141,16 +141,14 @@ def test_host_key_is_checked(tool: Tool, tmp_path: Path) -> None:
 
 def test_sshd_listens_on_loopback_alone(tool: Tool) -> None:
     listening = tool.ssh("ss -Htln").splitlines()
-    assert [
-        line.split()[3] for line in listening if line.split()[3].endswith(f":{tool.box.state().port}")
-    ] == [f"127.0.0.1:{tool.box.state().port}"]
+    assert [line.split()[3] for line in listening if line.split()[3].endswith(f":{tool.box.state().port}")] == [
+        f"127.0.0.1:{tool.box.state().port}"
+    ]
 
 
 def test_pyinfra_reaches_it_from_a_home_without_ssh_directory(tool: Tool, tmp_path: Path) -> None:
     inventory = tmp_path / "here.py"
-    inventory.write_text(
-        f"from rig.sandbox import Box as _Box\nhere = [('{NAME}', _Box('{NAME}').host_data())]\n"
-    )
+    inventory.write_text(f"from rig.sandbox import Box as _Box\nhere = [('{NAME}', _Box('{NAME}').host_data())]\n")
     done = subprocess.run(
         [sys.executable, "-m", "pyinfra", str(inventory), "fact", "server.Hostname"],
         cwd=REPOSITORY,

@@ -29,9 +29,7 @@ def test_data_for_pyinfra_are_absolute_and_strict_without_a_box(box: Box) -> Non
     data = box.host_data()
     assert (data["ssh_port"], data["ssh_user"]) == (2222, "root")
     assert data["ssh_strict_host_key_checking"] == "yes"
-    assert all(
-        Path(str(data[key])).is_absolute() for key in ("ssh_key", "ssh_known_hosts_file", "ssh_config_file")
-    )
+    assert all(Path(str(data[key])).is_absolute() for key in ("ssh_key", "ssh_known_hosts_file", "ssh_config_file"))
 
 
 def test_inventory_loads_without_a_box_and_follows_its_state(tmp_path: Path) -> None:
@@ -40,9 +38,7 @@ def test_inventory_loads_without_a_box_and_follows_its_state(tmp_path: Path) -> 
     found = []
     for base in (tmp_path / "none", tmp_path):
         environment = os.environ | {"KIMI_RIG_SANDBOX_DIR": str(base)}
-        done = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
         found += json.loads(done.stdout[done.stdout.index("[{") :].splitlines()[0])
     assert [(host["name"], host["groups"]) for host in found] == [("sandbox", ["sandbox"])] * 2
     assert [host["data"]["ssh_port"] for host in found] == [2222, 2345]
@@ -234,9 +230,7 @@ def test_wheel_directories_reach_pip_and_uv(tmp_path: Path) -> None:
 
 
 def test_proxies_reach_both_spellings_and_spare_loopback() -> None:
-    passed = machine.passed_environment(
-        {"HTTPS_PROXY": "http://proxy.example:3128", "NO_PROXY": "intra"}, [], {}
-    )
+    passed = machine.passed_environment({"HTTPS_PROXY": "http://proxy.example:3128", "NO_PROXY": "intra"}, [], {})
     assert passed["https_proxy"] == passed["HTTPS_PROXY"] == "http://proxy.example:3128"
     assert passed["no_proxy"].split(",") == ["intra", "localhost", "127.0.0.1", "::1"]
     assert machine.proxy_options(passed) == ['Acquire::https::Proxy "http://proxy.example:3128";']
