@@ -236,7 +236,7 @@ def _overlaid(documents: dict[str, Document], overlay: Document) -> dict[str, Do
 
 def _resolve_extends(serving: Document, findings: list[str]) -> Document:
     result = Document()
-    for name in serving.data:
+    for name, value in serving.data.items():
         entry, seen = serving.section(name), [name]
         while isinstance(base := entry.data.pop("extends", None), str):
             if base in seen or base not in serving.data:
@@ -245,9 +245,10 @@ def _resolve_extends(serving: Document, findings: list[str]) -> Document:
                 break
             seen.append(base)
             entry = serving.section(base).merged(entry)
-        result = result.merged(Document({name: entry.data}, {(name, *p): at for p, at in entry.places.items()}))
-        if not isinstance(serving.data[name], Mapping):
-            result.data[name] = serving.data[name]
+        else:
+            whole = entry.data if isinstance(value, Mapping) else value
+            places = {(name, *path): place for path, place in entry.places.items()}
+            result = result.merged(Document({name: whole}, {**places, (name,): serving.place((name,))}))
     return result
 
 

@@ -99,7 +99,7 @@ def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings
     host = _host_data(data)
     catalog = load_catalog(host.catalogue_overlay)
     serving = _chosen(host, catalog)
-    _check_listening(host, serving)
+    check_listening(host, serving)
     python = _python_of(distribution)
     names = sorted({configuration.target for configuration in serving.values()})
     names += sorted({c.speculation.drafter for c in serving.values() if c.speculation})
@@ -139,7 +139,8 @@ def _chosen(host: HostData, catalog: Catalog) -> dict[str, Configuration]:
     return {name: catalog.serving[name] for name in names}
 
 
-def _check_listening(host: HostData, serving: Mapping[str, Configuration]) -> None:
+def check_listening(host: HostData, serving: Mapping[str, Configuration]) -> None:
+    """Raises CatalogError for a configuration that others can reach without an API key."""
     for name, configuration in serving.items():
         if not configuration.listen.loopback and host.api_key_file is None:
             raise CatalogError(

@@ -168,11 +168,11 @@ class JobState(FactBase[Job]):
     """Whether a transient unit runs, how it ended, and its last line."""
 
     def command(self, unit: str) -> str:
-        quoted = shlex.quote(unit)
-        return (
-            f"systemctl show -P ActiveState {quoted}; systemctl show -P Result {quoted}; "
-            f"journalctl -q -n 1 -o cat _SYSTEMD_UNIT={quoted}.service | tail -n 1 | tr -cd '[:print:]\\n' | cut -c1-200"
-        )
+        name = shlex.quote(unit)
+        last = f"journalctl -q -n 1 -o cat _SYSTEMD_UNIT={name}.service | tail -n 1"
+        # One byte that is no UTF-8 would hang pyinfra's reader for ever.
+        printable = "tr -cd '[:print:]\\n' | cut -c1-200"
+        return f"systemctl show -P ActiveState {name}; systemctl show -P Result {name}; {last} | {printable}"
 
     def default(self) -> Job:  # type: ignore[override]  # see HostBasics
         return Job(False, "", "")
