@@ -73,7 +73,7 @@ def box(bare_box: DeployBox) -> DeployBox:
 
 def test_a_second_deploy_changes_nothing(box: DeployBox) -> None:
     totals = pyinfra(box)
-    changed = [row for row in totals["results"]["operations"] if row["hosts_success"]]
+    changed = [row for row in totals["results"]["operations"] if row["success"]]
     assert not changed, f"changed again: {changed}"
 
 
@@ -225,7 +225,7 @@ def test_secrets_reach_the_host_and_show_nowhere(box: DeployBox, tmp_path: Path)
     assert secret not in box.ssh(f"cat {layout.RECEIPT} {layout.UNITS}/kimi-*.service").stdout
     assert f"LoadCredential=api-key:{layout.CREDENTIALS}/api-key" in box.ssh("systemctl cat kimi-vllm-base").stdout
     again = pyinfra(box, "--data", option)
-    assert not [row for row in again["results"]["operations"] if row["hosts_success"]]
+    assert not [row for row in again["results"]["operations"] if row["success"]]
 
 
 def test_an_engine_with_a_key_refuses_strangers(box: DeployBox) -> None:
