@@ -222,8 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub.add_argument("--pyinfra", action="append", default=[], help="a further option for pyinfra")
         sub.set_defaults(run=run)
     arguments = parser.parse_args(argv)
-    # pyinfra ends with 0 when it is interrupted; the wrapper must not.
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         check_all()
         code: int = arguments.run(arguments)
