@@ -111,11 +111,18 @@ def inventory_hosts(inventory: str) -> list[dict[str, Any]]:
 def asked_hosts(inventory: str, limits: Sequence[str]) -> list[str]:
     """Names of the hosts a run is asked to bring to their state, by pyinfra's rules for --limit.
 
-    Raises RunFailed when a limit matches nothing.
+    Raises RunFailed when a limit matches nothing, or a host's SSH key does not exist.
     """
     hosts = inventory_hosts(inventory)
-    if not limits:
-        return [host["name"] for host in hosts]
+    chosen = [host["name"] for host in hosts] if not limits else _limited(hosts, inventory, limits)
+    for host in hosts:
+        key = host["data"].get("ssh_key")
+        if host["name"] in chosen and key and not Path(key).expanduser().exists():
+            raise RunFailed(f"{host['name']}: its SSH key {key} does not exist (`make sandbox` makes the sandbox's)")
+    return chosen
+
+
+def _limited(hosts: list[dict[str, Any]], inventory: str, limits: Sequence[str]) -> list[str]:
     chosen: list[str] = []
     for limit in limits:
         matching = [host["name"] for host in hosts if limit in host["groups"] or fnmatch(host["name"], limit)]

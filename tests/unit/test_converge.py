@@ -70,6 +70,14 @@ def test_one_of_two_hosts_refuses_the_connection(verb: str, tmp_path: Path) -> N
     assert "127.0.0.1" in result.stderr
 
 
+def test_a_sandbox_that_is_not_made(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rig.converge", "plan", "inventory/sandbox.py"]
+    environment = {**os.environ, "KIMI_RIG_SANDBOX_DIR": str(tmp_path / "nothing")}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment, timeout=60)
+    assert result.returncode == FAILED
+    assert "`make sandbox` makes" in result.stderr and "Traceback" not in result.stderr
+
+
 def test_an_inventory_without_hosts(tmp_path: Path) -> None:
     result = wrapper("plan", inventory(tmp_path))
     assert result.returncode == FAILED
