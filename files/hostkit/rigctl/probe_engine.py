@@ -1,4 +1,4 @@
-"""Questions put to an installed engine inside its own interpreter: `python -I -B probe_engine.py ANSWER_FILE`.
+"""Questions put to an engine inside its own interpreter: `python -I -B probe_engine.py ANSWER_FILE`.
 
 Standard library and the engine only. The request is JSON on standard input: engine ("vllm" or "sglang"), argv
 (the engine's whole command, or null), options (true: list every flag with its default), features (false: skip
@@ -124,14 +124,20 @@ def vllm_eagle3_admitted() -> str:
     return f"admits {target.hf_text_config.model_type}"
 
 
+def vllm_tool_parser(name: str) -> object:
+    return module("vllm.tool_parsers").ToolParserManager.get_tool_parser(name)
+
+
+def vllm_reasoning_parser(name: str) -> object:
+    return module("vllm.reasoning").ReasoningParserManager.get_reasoning_parser(name)
+
+
 def vllm_features() -> dict[str, Callable[[], object]]:
     return {
         "eagle3_interface": vllm_eagle3_interface,
         "eagle3_admitted": vllm_eagle3_admitted,
-        "tool_parser": lambda: module("vllm.tool_parsers").ToolParserManager.get_tool_parser("kimi_k2"),
-        "reasoning_parser": lambda: module("vllm.reasoning").ReasoningParserManager.get_reasoning_parser(
-            "kimi_k2"
-        ),
+        "tool_parser": lambda: vllm_tool_parser("kimi_k2"),
+        "reasoning_parser": lambda: vllm_reasoning_parser("kimi_k2"),
     }
 
 

@@ -86,10 +86,9 @@ def unread_variables(site: Path, engine: str, names: Iterable[str]) -> list[str]
 def refusals(result: dict[str, Any], require: Iterable[str]) -> list[str]:
     """What stands against using this engine: a refused command line, a required feature that is not there."""
     reasons = []
+    engine = f"{result['engine']} {result['version']}"
     if "argv" in result and not result["argv"]["ok"]:
-        reasons.append(
-            f"{result['engine']} {result['version']} refuses the command line: {result['argv']['detail']}"
-        )
+        reasons.append(f"{engine} refuses the command line: {result['argv']['detail']}")
     for name in require:
         feature = result.get("features", {}).get(name)
         if feature is None:
