@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-MODULES: tuple[str, ...] = ("patches", "probes")
+MODULES: tuple[str, ...] = ("drift", "patches", "probes")
 
 
 class RigctlError(Exception):

@@ -1,8 +1,8 @@
 """Questions put to an engine inside its own interpreter: `python -I -B probe_engine.py ANSWER_FILE`.
 
-Standard library and the engine only. The request is JSON on standard input: engine ("vllm" or "sglang"), argv
-(the engine's whole command, or null), options (true: list every flag with its default), features (false: skip
-them). The answer goes to a file, because engines print to both streams. No GPU is needed or used.
+Standard library and the engine only. The request is JSON on standard input: engine ("vllm" or "sglang"),
+commands (whole command lines of the engine), options (true: list every flag with its default) and features
+(false: skip them). The answer goes to a file, as engines print to both streams. No GPU is needed or used.
 """
 
 from __future__ import annotations
@@ -143,6 +143,10 @@ def vllm_features() -> dict[str, Callable[[], object]]:
 
 def vllm_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, Any]:
     """The `vllm` program's parser, its `serve` part, and the serve command (for its own validation)."""
+    platform = module("vllm.platforms").current_platform
+    if not platform.device_type:
+        # Defaults are made from the device's type. Without a driver there is none; the wheels are for CUDA.
+        platform.device_type = "cuda"
     serve = module("vllm.entrypoints.cli.serve").ServeSubcommand()
     parser = module("vllm.utils.argparse_utils").FlexibleArgumentParser(prog="vllm")
     return parser, serve.subparser_init(parser.add_subparsers(dest="subparser")), serve
@@ -256,19 +260,17 @@ def flags_of(engine: str, argv: Sequence[str]) -> list[str]:
 
 
 def parse_command(engine: str, argv: Sequence[str]) -> Verdict:
-    """The engine's verdict on its command line; argparse's own message when it refuses."""
+    """The engine's verdict on one command line; argparse's own message when it refuses."""
     errors = io.StringIO()
+    refused = ""
     try:
         with contextlib.redirect_stderr(errors):
             (vllm_parse if engine == "vllm" else sglang_parse)(flags_of(engine, argv))
-    except SystemExit as stop:
-        return {
-            "ok": stop.code in (0, None),
-            "detail": errors.getvalue().strip().rpartition("error: ")[2][:600],
-        }
+    except SystemExit:
+        refused = errors.getvalue().strip().rpartition("error: ")[2] or "it exits"
     except Exception as error:
-        return {"ok": False, "detail": str(error)[:LONGEST] or type(error).__name__}
-    return {"ok": True, "detail": ""}
+        refused = str(error) or type(error).__name__
+    return {"argv": list(argv), "ok": not refused, "detail": refused[:LONGEST]}
 
 
 def options_of(engine: str) -> Iterator[tuple[str, str]]:
@@ -280,11 +282,11 @@ def options_of(engine: str) -> Iterator[tuple[str, str]]:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Answer a request: version, argv and features as verdicts, options."""
+    """Answer a request: version, commands and features as verdicts, options."""
     engine: str = request["engine"]
     result: dict[str, Any] = {"engine": engine, "version": module(engine).__version__}
-    if request.get("argv") is not None:
-        result["argv"] = parse_command(engine, request["argv"])
+    if request.get("commands"):
+        result["commands"] = [parse_command(engine, argv) for argv in request["commands"]]
     if request.get("options"):
         result["options"] = dict(options_of(engine))
     if request.get("features", True):

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -25,13 +26,13 @@ PREFIXES = ("VLLM_", "SGLANG_", "SGL_")
 def ask(
     env: Path,
     engine: str,
-    argv: Sequence[str] | None = None,
+    commands: Sequence[Sequence[str]] = (),
     *,
     features: bool = True,
     options: bool = False,
 ) -> dict[str, Any]:
     """Put the questions of probe_engine.py to the engine in `env`; `RigctlError` if it does not answer."""
-    request = {"engine": engine, "argv": argv, "features": features, "options": options}
+    request = {"engine": engine, "commands": commands, "features": features, "options": options}
     with tempfile.TemporaryDirectory(prefix="rigctl-probe-") as scratch:
         answer = Path(scratch, "answer.json")
         command = [str(interpreter(env)), "-I", "-B", str(SCRIPT), str(answer)]
@@ -85,10 +86,13 @@ def unread_variables(site: Path, engine: str, names: Iterable[str]) -> list[str]
 
 def refusals(result: dict[str, Any], require: Iterable[str]) -> list[str]:
     """What stands against using this engine: a refused command line, a required feature that is not there."""
-    reasons = []
+    reasons: list[str] = []
     engine = f"{result['engine']} {result['version']}"
-    if "argv" in result and not result["argv"]["ok"]:
-        reasons.append(f"{engine} refuses the command line: {result['argv']['detail']}")
+    reasons += [
+        f"{engine} refuses {shlex.join(each['argv'])}: {each['detail']}"
+        for each in result.get("commands", ())
+        if not each["ok"]
+    ]
     for name in require:
         feature = result.get("features", {}).get(name)
         if feature is None:
@@ -99,11 +103,11 @@ def refusals(result: dict[str, Any], require: Iterable[str]) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the answer as JSON; `RigctlError` when the command line or a required feature is refused."""
-    argv = _read_argv(arguments.argv) if arguments.argv else None
+    """Print the answer as JSON; `RigctlError` when a command line or a required feature is refused."""
+    commands = [_read_argv(text) for text in arguments.argv]
     site = site_packages(arguments.env)
     features = not arguments.no_features or bool(arguments.require)
-    result = ask(arguments.env, arguments.engine, argv, features=features, options=arguments.options)
+    result = ask(arguments.env, arguments.engine, commands, features=features, options=arguments.options)
     result["unread_variables"] = unread_variables(site, arguments.engine, arguments.variable)
     print(json.dumps(result, indent=2))
     if reasons := refusals(result, arguments.require):
@@ -126,7 +130,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser("probe", help="ask an installed engine what it can do")
     parser.add_argument("--env", type=Path, required=True, help="the engine's virtual environment")
     parser.add_argument("--engine", choices=ENGINES, required=True)
-    parser.add_argument("--argv", metavar="JSON", help="the engine's whole command, parsed by its own parser")
+    argv_help = "a whole command line of the engine, parsed by its own parser; repeatable"
+    parser.add_argument("--argv", action="append", default=[], metavar="JSON", help=argv_help)
     parser.add_argument(
         "--variable", action="append", default=[], help="a variable that a unit sets; repeatable"
     )
