@@ -157,6 +157,8 @@ class Release(Entry):
     python: list[Literal["3.11", "3.12"]]
     accelerator: Literal["cuda", "cpu"] = "cuda"
     patches: Annotated[str, StringConstraints(pattern=r"^files/patches/[\w./-]+$")] | None = None
+    features: list[Text] = []
+    """Features its configurations need, asked of the installed code (rigctl probe)."""
     index: Index | None = None
     minimum_driver: Text | None = None
     minimum_cuda: Text | None = None

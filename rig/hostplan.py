@@ -61,6 +61,11 @@ class Environment:
     def lock_on_host(self) -> str:
         return f"{layout.LOCKS}/{Path(self.lock).name}"
 
+    @property
+    def series_on_host(self) -> str | None:
+        """Directory of the patch series on the host; None for a release that needs none."""
+        return f"{layout.PATCHES}/{self.name}" if self.release.patches else None
+
 
 @dataclass(frozen=True)
 class HostPlan:

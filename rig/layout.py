@@ -11,9 +11,12 @@ ETC = "/etc/kimi-rig"
 CONFIGURATIONS = f"{ETC}/configurations"
 CREDENTIALS = f"{ETC}/credentials"
 LOCKS = f"{ETC}/locks"
+PATCHES = f"{ETC}/patches"
 
 STATE = "/var/lib/kimi-rig"
 RECEIPT = f"{STATE}/receipt.json"
+PROOFS = f"{STATE}/proofs"
+"""Command lines that an engine's own parser has accepted, by digest."""
 CREATED = f"{STATE}/created"
 """Append-only list of what we brought to the host; uninstall removes these and nothing else."""
 

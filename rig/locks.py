@@ -107,15 +107,16 @@ def write_lock(recipe: Recipe, folder: Path = LOCKS, upgrade: bool = False) -> P
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="rig.locks", description=__doc__)
     parser.add_argument("release", nargs="*", help="only these; default: all")
+    parser.add_argument("--recipes", type=Path, default=LOCKS / "recipes.yaml", help="locks lie beside it")
     parser.add_argument("--upgrade", action="store_true", help="forget the versions of the present file")
     arguments = parser.parse_args(argv)
     try:
-        recipes = read_recipes()
+        recipes = read_recipes(arguments.recipes)
         if unknown := set(arguments.release) - {recipe.release for recipe in recipes}:
-            raise LockError(f"recipes.yaml has no release {', '.join(sorted(unknown))}")
+            raise LockError(f"{arguments.recipes} has no release {', '.join(sorted(unknown))}")
         for recipe in recipes:
             if not arguments.release or recipe.release in arguments.release:
-                print(write_lock(recipe, upgrade=arguments.upgrade).name)
+                print(write_lock(recipe, arguments.recipes.parent, arguments.upgrade).name)
     except LockError as error:
         print(error, file=sys.stderr)
         return 1

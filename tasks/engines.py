@@ -5,22 +5,49 @@ from pathlib import Path
 from pyinfra.api import deploy
 
 from rig.catalog import ROOT
+from rig.engines import command_line
 from rig.hostplan import HostPlan
-from rig.operations.engines import environment
+from rig.operations.engines import accepted, environment
 from rig.operations.files import File, present
 from rig.target import current_plan
+from rig.units import engine_environment
 
 
-def lock_files(plan: HostPlan) -> list[File]:
-    """The lock files the host's environments are built from, for building and for later comparison."""
-    return [File(env.lock_on_host, Path(ROOT / env.lock).read_bytes()) for env in plan.environments.values()]
+def engine_inputs(plan: HostPlan) -> list[File]:
+    """Lock files and patches the host's environments are made from, for building and for later comparison."""
+    files = [File(env.lock_on_host, Path(ROOT / env.lock).read_bytes()) for env in plan.environments.values()]
+    for env in plan.environments.values():
+        if env.release.patches:
+            patches = sorted((ROOT / env.release.patches).glob("*.patch"))
+            files += [File(f"{env.series_on_host}/{path.name}", path.read_bytes()) for path in patches]
+    return files
+
+
+def command_lines(plan: HostPlan, release: str) -> list[list[str]]:
+    """The command lines of a release's configurations, as its own parser will see them."""
+    env = plan.environments[release]
+    mine = [entry for entry in plan.serving.values() if entry.release == release]
+    return [command_line(entry, env.release, plan.locations(entry)) for entry in mine]
+
+
+def variables(plan: HostPlan, release: str) -> list[str]:
+    """Engine variables (VLLM_*, SGLANG_*) that the units of a release set."""
+    mine = [entry for entry in plan.serving.values() if entry.release == release]
+    names = {name for entry in mine for name in engine_environment(plan, entry)}
+    return sorted(name for name in names if name.startswith(("VLLM_", "SGLANG_")))
 
 
 @deploy("Engines")
 def engines(plan: HostPlan) -> None:
-    present(name="Copy lock files", entries=lock_files(plan))
+    present(name="Copy locks and patches", entries=engine_inputs(plan))
     for name, env in plan.environments.items():
         environment(name=f"Build the environment of {name}", env=env, cache=f"{plan.data.ml_env}/.cache")
+        accepted(
+            name=f"Ask {name} for its features and command lines",
+            env=env,
+            argvs=command_lines(plan, name),
+            variables=variables(plan, name),
+        )
 
 
 if __name__ == "builtins":

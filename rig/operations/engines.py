@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from pyinfra import host
@@ -11,7 +12,7 @@ from pyinfra.api import operation
 
 from rig import layout
 from rig.facts.state import Lines
-from rig.hostplan import Environment
+from rig.hostplan import Environment, canonical_digest
 from rig.operations import jobs
 from rig.operations.common import Commands, note, remember, script
 
@@ -37,6 +38,7 @@ def environment(env: Environment, cache: str) -> Commands:
             "path": env.path,
             "python": env.python,
             "lock": env.lock_on_host,
+            "series": env.series_on_host,
             "cache": cache,
             "index": env.release.index.model_dump() if env.release.index else None,
         }
@@ -53,3 +55,28 @@ def environment(env: Environment, cache: str) -> Commands:
         note(f"{base}/current points to {env.path}")
     current = shlex.quote(f"{base}/current")
     yield script(f"ln -sfn {shlex.quote(env.path)} {current}.new", f"mv -fT {current}.new {current}")
+
+
+@operation()
+def accepted(env: Environment, argvs: Sequence[Sequence[str]], variables: Sequence[str]) -> Commands:
+    """The installed engine has the release's features, and its own parser takes every command line of ours.
+
+    Asked once for an environment, its command lines and variables; a refusal fails the deploy with the engine's words
+    before a unit is written.
+    """
+    digest = canonical_digest([env.path, env.release.features, argvs, list(variables)])[:16]
+    proof = f"{layout.PROOFS}/{env.name}-{digest}"
+    if host.get_fact(Lines, script=f"[ -e {proof} ] && echo proved"):
+        host.noop(f"{env.name} takes all {len(argvs)} command lines")
+        return
+    note(f"{env.name} is asked for {len(env.release.features)} features and {len(argvs)} command lines")
+    probe = [layout.RIGCTL, "probe", "--env", env.path, "--engine", env.release.engine]
+    probe += [f"--argv={json.dumps(list(argv))}" for argv in argvs]
+    probe += [f"--variable={name}" for name in variables]
+    probe += [f"--require={feature}" for feature in env.release.features]
+    yield script(
+        f"mkdir -p {layout.PROOFS}",
+        f"timeout -k 10 300 {shlex.join(probe)} > {proof}.new",
+        f"rm -f {layout.PROOFS}/{env.name}-????????????????",
+        f"mv -f {proof}.new {proof}",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from rig import layout
@@ -12,7 +13,7 @@ from rig.receipt import receipt_items
 from rig.units import conflicts, run_specification, unit_files
 from rigctl.tiny_kimi.checkpoints import checkpoint_files
 from tasks.base import base_paths
-from tasks.engines import lock_files
+from tasks.engines import engine_inputs
 from tests.host.conftest import Target, json_of, run
 
 
@@ -67,8 +68,18 @@ def test_environment_holds_what_its_lock_says(target: Target, environment: str) 
     )
 
 
-def test_lock_files(target: Target) -> None:
-    assert not differences(target, lock_files(target.plan))
+def test_environment_has_not_drifted(target: Target, environment: str) -> None:
+    """Quick: sizes and times of every file against the record of the full proof at installation."""
+    env = target.plan.environments[environment]
+    series = f"--series {env.series_on_host}" if env.series_on_host else ""
+    command = f"rigctl drift check --json --env {env.path} --lock {env.lock_on_host} {series}"
+    report = json.loads(target.host.run(command).stdout)
+    findings = [f"{each['where']}: {each['what']}" for each in report["findings"] if each["severity"] == "drift"]
+    assert not findings, f"{env.path}: {'; '.join(findings)}"
+
+
+def test_locks_and_patches(target: Target) -> None:
+    assert not differences(target, engine_inputs(target.plan))
 
 
 def test_checkpoint(target: Target, checkpoint: str) -> None:

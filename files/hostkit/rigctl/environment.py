@@ -19,25 +19,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rigctl import drift, patches
 from rigctl.cli import RigctlError
+from rigctl.installed import site_packages
 
 STAMP = "kimi-rig.json"
 
 
 @dataclass(frozen=True)
 class Specification:
-    """What to build. index: where packages come from that the default index lacks ({"url", "packages"})."""
+    """What to build.
+
+    series: directory of the patches to apply. index: where packages come from that the default index lacks
+    ({"url", "packages"}).
+    """
 
     path: Path
     python: str
     lock: Path
+    series: Path | None
     cache: Path
     index: dict[str, Any] | None
 
     @classmethod
     def parse(cls, text: str) -> Specification:
         data = json.loads(text)
-        return cls(Path(data["path"]), data["python"], Path(data["lock"]), Path(data["cache"]), data["index"])
+        series = Path(data["series"]) if data["series"] else None
+        return cls(Path(data["path"]), data["python"], Path(data["lock"]), series, Path(data["cache"]), data["index"])
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -62,6 +70,8 @@ def build(specification: Specification) -> int:
             shutil.rmtree(path)
         started = time.time()
         _install(specification)
+        _patch(specification)
+        _prove(specification)
         _stamp(specification, started)
     print(f"{path} is complete after {time.time() - started:.0f} s")
     return 0
@@ -79,6 +89,25 @@ def _install(specification: Specification) -> None:
     sync = [uv, "pip", "sync", "--python", interpreter, "--require-hashes", "--link-mode", "hardlink"]
     sync += ["--compile-bytecode", "--no-build", *_index_options(specification), str(specification.lock)]
     _run(sync, specification)
+
+
+def _patch(specification: Specification) -> None:
+    if specification.series is None:
+        return
+    report, changed = patches.apply(site_packages(specification.path), specification.series)
+    print(f"patches of {specification.series}: {report.state}, {len(changed)} files changed", flush=True)
+
+
+def _prove(specification: Specification) -> None:
+    """Every file as its wheel or our series says; the record is what later quick checks compare with."""
+    print("proving every file", flush=True)
+    expected = drift.Expected(
+        site_packages(specification.path), specification.path / drift.STAMP, specification.lock, specification.series
+    )
+    findings = [each for each in drift.record(expected) if each.severity == "drift"]
+    if findings:
+        named = "; ".join(f"{each.where}: {each.what}" for each in findings[:5])
+        raise RigctlError(f"{specification.path}: {len(findings)} files or packages are not what was locked: {named}")
 
 
 def _run(command: list[str], specification: Specification) -> None:

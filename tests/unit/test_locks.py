@@ -1,0 +1,45 @@
+"""The engines' lock files agree with their recipes and carry nothing but packages and hashes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rig import locks
+from rigctl.drift import read_lock
+
+RECIPES = locks.read_recipes()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.file_name)
+def test_lock_and_recipe_agree(recipe: locks.Recipe) -> None:
+    text = (locks.LOCKS / recipe.file_name).read_text()
+    pinned = read_lock(text)
+    for package in recipe.packages:
+        name, exactly, version = package.partition("==")
+        if exactly:
+            assert pinned[name] == version
+    assert len(pinned) > 100
+    assert len(pinned) == len(re.findall(r"^\S+==\S+ \\\n    --hash=sha256:[0-9a-f]{64}", text, re.MULTILINE))
+    assert not re.search(r"://|^--|^-[a-z]", text, re.MULTILINE), "an index, a link or an option"
+
+
+def test_cuda_bindings_are_of_one_cuda() -> None:
+    """cuda-python 12.6 beside cuda-bindings 13 overwrites its files: the engine then fails to import."""
+    for recipe in RECIPES:
+        pinned = read_lock((locks.LOCKS / recipe.file_name).read_text())
+        majors = {pinned[name].partition(".")[0] for name in ("cuda-python", "cuda-bindings")}
+        toolkit = "13" if "nvidia-nccl-cu13" in pinned else "12"
+        assert majors == {toolkit}, recipe.file_name
+
+
+def test_recipe_errors_name_the_entry(tmp_path: Path) -> None:
+    path = tmp_path / "recipes.yaml"
+    path.write_text("python: ['3.11']\nplatform: x\nreleases:\n  some-1: {packges: [a]}\n")
+    with pytest.raises(locks.LockError, match=r"recipes\.yaml: some-1: unknown key packges"):
+        locks.read_recipes(path)
+    path.write_text("python: ['3.11']\nplatform: x\nreleases:\n  some-1: {until: 2026-01-01}\n")
+    with pytest.raises(locks.LockError, match="some-1: no packages"):
+        locks.read_recipes(path)

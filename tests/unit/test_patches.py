@@ -1,0 +1,250 @@
+"""The patch engine on a small package: states, new inodes, all or none, a kill in the middle, taking back."""
+
+from __future__ import annotations
+
+import json
+import os
+import py_compile
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rigctl import cli, patches, series
+from rigctl.cli import RigctlError
+from tests.unit.wheelhouse import install
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE = "first\nsecond\nthird\nfourth\n"
+TWO = "def two():\n    return 1\n"
+HEADER = """What: x
+Why: y
+ on two lines
+Upstream: some#1
+Native-from: 2.0
+Native-if: engine/{stem}.py :: NATIVE
+"""
+PATCH_ONE = (
+    "--- a/engine/one.py\n+++ b/engine/one.py\n@@ -1,2 +1,3 @@\n first\n+between\n second\n@@ -4 +5 @@\n-fourth\n+4th\n"
+)
+PATCH_TWO = "--- a/engine/two.py\n+++ b/engine/two.py\n@@ -2 +2 @@\n-    return 1\n+    return 2\n"
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from rigctl import patches
+replace = Path.replace
+def once(self, target):
+    replace(self, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+Path.replace = once
+patches.{action}(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+class Engine:
+    """An installed package, the cache it is linked with, and a series for it."""
+
+    def __init__(self, root: Path, one: str = ONE, two: str = TWO) -> None:
+        self.env = root / "env"
+        self.site = self.env / "lib/python3.11/site-packages"
+        self.cache = root / "cache"
+        self.series = root / "series"
+        files = {"engine/__init__.py": "", "engine/one.py": one, "engine/two.py": two}
+        install(self.site, self.cache, "engine", "1.0", files)
+        self.series.mkdir()
+        (self.series / "0001-one.patch").write_text(HEADER.format(stem="one") + "\n" + PATCH_ONE)
+        (self.series / "0002-two.patch").write_text(HEADER.format(stem="two") + "\n" + PATCH_TWO)
+
+    def text(self, name: str) -> str:
+        return (self.site / "engine" / name).read_text()
+
+    def state(self) -> tuple[str, str | None, list[str]]:
+        report = patches.examine(self.site, self.series)
+        return report.state, report.origin, [each.state for each in report.files]
+
+    def is_pristine(self) -> bool:
+        return (self.text("one.py"), self.text("two.py")) == (ONE, TWO)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    return Engine(tmp_path)
+
+
+def test_apply_again_and_take_back(engine: Engine) -> None:
+    assert engine.state() == ("applies", None, ["pristine", "pristine"])
+    _, changed = patches.apply(engine.site, engine.series)
+    assert changed == ["engine/one.py", "engine/two.py"]
+    assert engine.text("one.py") == "first\nbetween\nsecond\nthird\n4th\n"
+    assert engine.state() == ("already there", "ours", ["ours", "ours"])
+    stamps = [path.stat().st_mtime_ns for path in sorted(engine.site.rglob("*.py"))]
+    assert patches.apply(engine.site, engine.series)[1] == []
+    assert [path.stat().st_mtime_ns for path in sorted(engine.site.rglob("*.py"))] == stamps
+    assert patches.unapply(engine.site, engine.series)[1] == changed
+    assert engine.is_pristine()
+    assert patches.unapply(engine.site, engine.series)[1] == []
+
+
+def test_hard_linked_cache_keeps_its_bytes(engine: Engine) -> None:
+    cached = engine.cache / "engine-1.0/engine/one.py"
+    assert cached.samefile(engine.site / "engine/one.py")
+    (engine.site / "engine/one.py").chmod(0o640)
+    patches.apply(engine.site, engine.series)
+    assert cached.read_text() == ONE
+    assert not cached.samefile(engine.site / "engine/one.py")
+    assert (engine.site / "engine/one.py").stat().st_mode & 0o777 == 0o640
+    patches.unapply(engine.site, engine.series)
+    assert cached.read_text() == ONE
+
+
+@pytest.mark.parametrize("mode", list(py_compile.PycInvalidationMode))
+def test_bytecode_is_not_stale(engine: Engine, mode: py_compile.PycInvalidationMode) -> None:
+    def answer() -> str:
+        code = "import engine.two; print(engine.two.two())"
+        command = [sys.executable, "-c", code]
+        environment = {"PYTHONPATH": str(engine.site)}
+        return subprocess.run(command, env=environment, text=True, capture_output=True, check=True).stdout.strip()
+
+    py_compile.compile(str(engine.site / "engine/two.py"), invalidation_mode=mode)
+    assert answer() == "1"
+    patches.apply(engine.site, engine.series)
+    assert answer() == "2"
+
+
+@pytest.mark.parametrize("action", ["apply", "unapply"])
+def test_killed_in_the_middle_is_repaired(engine: Engine, action: str) -> None:
+    if action == "unapply":
+        patches.apply(engine.site, engine.series)
+    command = [sys.executable, "-c", KILLED.format(action=action), str(engine.site), str(engine.series)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "files/hostkit")}
+    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
+    state, _, files = engine.state()
+    assert state == "applies"
+    assert sorted(files) == ["ours", "pristine"]
+    assert list(engine.site.rglob(".*.rigctl-new"))
+    repaired, changed = getattr(patches, action)(engine.site, engine.series)
+    assert len(changed) == 1
+    assert repaired.origin == ("ours" if action == "apply" else None)
+    assert not list(engine.site.rglob(".*.rigctl-new"))
+    assert engine.is_pristine() == (action == "unapply")
+
+
+def test_a_failing_rename_takes_all_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace = Path.replace
+
+    def fails_for_two(self: Path, target: Path) -> Path:
+        if target.name == "two.py":
+            raise OSError(30, "Read-only file system", str(target))
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", fails_for_two)
+    with pytest.raises(RigctlError, match=r"two\.py: Read-only file system; all files are as they were"):
+        patches.apply(engine.site, engine.series)
+    assert engine.is_pristine()
+    assert not list(engine.site.rglob(".*.rigctl-new"))
+
+
+def test_an_edited_file_conflicts_and_nothing_changes(engine: Engine) -> None:
+    edited = engine.site / "engine/two.py"
+    edited.unlink()
+    edited.write_text(TWO.replace("return 1", "return 7"))
+    with pytest.raises(RigctlError, match=r"hunk 1, line 2: expected '    return 1', found '    return 7'"):
+        patches.apply(engine.site, engine.series)
+    assert engine.text("one.py") == ONE
+    edited.write_text(TWO + "# a note\n")
+    with pytest.raises(RigctlError, match="was edited: it is not the wheel's file"):
+        patches.apply(engine.site, engine.series)
+
+
+def test_edited_after_patching_is_not_taken_back(engine: Engine) -> None:
+    patches.apply(engine.site, engine.series)
+    with (engine.site / "engine/two.py").open("a") as handle:
+        handle.write("# a note\n")
+    with pytest.raises(RigctlError, match="it has our hunks, and other changes"):
+        patches.unapply(engine.site, engine.series)
+    assert engine.text("one.py") != ONE
+
+
+def test_hunks_do_not_slide(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, one="new line above\n" + ONE)
+    assert engine.state()[0] == "conflicts"
+    with pytest.raises(RigctlError, match="hunk 1, line 1: expected 'first', found 'new line above'"):
+        patches.apply(engine.site, engine.series)
+
+
+def test_native_feature_is_left_alone(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, one="NATIVE\n", two="NATIVE\n")
+    assert engine.state()[:2] == ("already there", "native")
+    assert patches.apply(engine.site, engine.series)[1] == []
+    assert engine.text("one.py") == "NATIVE\n"
+
+
+def test_half_native_is_refused(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, one=ONE + "NATIVE\n")
+    with pytest.raises(RigctlError, match=r"part of the feature itself \(0001-one\.patch\)"):
+        patches.apply(engine.site, engine.series)
+
+
+def test_file_without_record_or_missing(engine: Engine) -> None:
+    (engine.site / "engine/two.py").unlink()
+    with pytest.raises(RigctlError, match=r"engine/two\.py: not installed"):
+        patches.apply(engine.site, engine.series)
+    (engine.site / "engine-1.0.dist-info/RECORD").unlink()
+    assert "no RECORD names it" in patches.examine(engine.site, engine.series).conflict()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no diff at all\n", "not a unified diff"),
+        ("What: x\n\n" + PATCH_ONE, "header lacks Why, Upstream, Native-from, Native-if"),
+        (
+            HEADER.format(stem="one").replace(" :: NATIVE", "") + "\n" + PATCH_ONE,
+            "Native-if is 'GLOB :: REGEX'",
+        ),
+        (
+            HEADER.format(stem="one") + "\n" + PATCH_ONE.replace("engine", "../engine"),
+            "outside site-packages",
+        ),
+        (
+            HEADER.format(stem="one") + "\n" + PATCH_ONE.replace("a/engine/one.py", "/dev/null"),
+            "only changes to a file",
+        ),
+        (HEADER.format(stem="one") + "\n" + PATCH_ONE.replace("-1,2", "-1,3"), "unexpected line"),
+        (HEADER.format(stem="one") + "\n" + PATCH_ONE + "junk\n", "expected a hunk"),
+    ],
+)
+def test_malformed_patches_are_refused(text: str, message: str) -> None:
+    with pytest.raises(RigctlError, match=message):
+        series.parse_patch("bad.patch", text.encode())
+
+
+def test_command_line(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--env", str(engine.env), "--series", str(engine.series)]
+    assert cli.main(["patches", "apply", *where, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["state"], answer["changed"]) == ("already there", ["engine/one.py", "engine/two.py"])
+    (engine.site / "engine/one.py").write_text("edited\n")
+    assert cli.main(["patches", "status", *where]) == 1
+    assert "conflicts" in capsys.readouterr().out
+    assert cli.main(["patches", "unapply", *where]) == 1
+    assert "install it again" in capsys.readouterr().err
+    assert cli.main(["patches", "status", "--env", "/nonexistent", "--series", str(engine.series)]) == 1
+
+
+SHIPPED = sorted(path for path in (ROOT / "files/patches").glob("*/*") if path.is_dir())
+
+
+@pytest.mark.parametrize("directory", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_shipped_series_are_well_formed(directory: Path) -> None:
+    """At most one line of context, and both common tools read them."""
+    for path in sorted(directory.glob("*.patch")):
+        patch = series.parse_patch(path.name, path.read_bytes())
+        body = path.read_text().partition("\n--- ")[2]
+        assert not re.search(r"\n .*\n ", body), f"{path}: more than one line of context"
+        command = ["git", "apply", "--numstat", str(path)]
+        listed = subprocess.run(command, text=True, capture_output=True, check=True).stdout
+        assert [line.split("\t")[2] for line in listed.splitlines()] == [each.path for each in patch.files]
