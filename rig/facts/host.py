@@ -633,7 +633,9 @@ def _data_path(one: Mapping[str, Any]) -> DataPath:
 
 
 def _unattended(apt: str) -> bool | None:
-    values = dict(re.findall(r'^APT::Periodic::(Enable|Unattended-Upgrade) "([^"]*)"', apt, re.M))
+    values: dict[str, str] = dict(
+        re.findall(r'^APT::Periodic::(Enable|Unattended-Upgrade) "([^"]*)"', apt, re.M)
+    )
     if not values:
         return None
     return values.get("Enable", "1") != "0" and values.get("Unattended-Upgrade", "0") != "0"

@@ -8,9 +8,6 @@ null with its reason under "unknown".
 The one argument is a JSON object: {"paths": [data paths], "probes": [URLs], "timeout": seconds}.
 """
 
-# sysfs is a tree of links and attributes: os.path says what is meant.
-# ruff: noqa: PTH
-
 from __future__ import annotations
 
 import concurrent.futures
@@ -18,6 +15,7 @@ import glob
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -176,7 +174,7 @@ def run(command: list[str], limit: float) -> dict[str, Any]:
         out, err = child.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         # A process that sleeps uninterruptibly in the driver cannot be reaped: kill it and do not wait.
-        child.kill()
+        os.killpg(child.pid, signal.SIGKILL)
         return {
             "rc": None,
             "out": "",
