@@ -271,9 +271,7 @@ def parse_host(document: str) -> HostFacts:
     try:
         raw = json.loads(document)
     except ValueError as error:
-        raise FactsError(
-            f"the facts script did not answer with JSON ({error}): {document[:200]!r}"
-        ) from error
+        raise FactsError(f"the facts script did not answer with JSON ({error}): {document[:200]!r}") from error
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
         raise FactsError(f"facts of schema {SCHEMA} are needed, got {str(raw)[:200]!r}")
     return _Reader(raw).facts()
@@ -296,9 +294,7 @@ class _Reader:
         if answer is None:
             return None
         if answer["rc"] != 0 and name not in ANSWER_BY_EXIT_CODE:
-            self.unknown[f"command:{name}"] = (
-                _first_line(answer["err"] or answer["out"]) or f"exit code {answer['rc']}"
-            )
+            self.unknown[f"command:{name}"] = _first_line(answer["err"] or answer["out"]) or f"exit code {answer['rc']}"
         return None if answer["rc"] is None else str(answer["out"])
 
     def facts(self) -> HostFacts:
@@ -345,9 +341,7 @@ class _Reader:
             packages=parse_packages(self.output("packages") or ""),
             holds=tuple((self.output("apt_holds") or "").split()),
             unattended_upgrades=_unattended(apt),
-            upgrade_blacklist=tuple(
-                re.findall(r'^Unattended-Upgrade::Package-Blacklist:: "([^"]+)"', apt, re.M)
-            ),
+            upgrade_blacklist=tuple(re.findall(r'^Unattended-Upgrade::Package-Blacklist:: "([^"]+)"', apt, re.M)),
             ports=None if raw.get("ports") is None else tuple(raw["ports"]),
             uefi="/sys/firmware/efi" in raw["exists"],
             secure_boot=raw.get("secure_boot"),
@@ -473,9 +467,7 @@ def parse_compute_apps(answer: Mapping[str, Any]) -> tuple[GpuProcess, ...] | No
         return None
     cells = [[cell.strip() for cell in line.split(",", 3)] for line in lines[1:]]
     return tuple(
-        GpuProcess(row[0], int(row[1]), _int(row[2]), row[3])
-        for row in cells
-        if len(row) == 4 and row[1].isdigit()
+        GpuProcess(row[0], int(row[1]), _int(row[2]), row[3]) for row in cells if len(row) == 4 and row[1].isdigit()
     )
 
 
@@ -485,9 +477,7 @@ def parse_matrix(text: str) -> tuple[tuple[str, ...], ...]:
     Driver 580 underlines the header by escape codes; NICs and affinities follow the GPU columns.
     """
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
-    rows = [
-        words for words in lines if words and re.fullmatch(r"GPU\d+", words[0]) and words[1:2] != ["GPU1"]
-    ]
+    rows = [words for words in lines if words and re.fullmatch(r"GPU\d+", words[0]) and words[1:2] != ["GPU1"]]
     rows = [words for words in rows if not (len(words) > 1 and re.fullmatch(r"GPU\d+|CPU", words[1]))]
     if any(len(words) < len(rows) + 1 for words in rows):
         return ()
@@ -612,13 +602,9 @@ def _data_path(one: Mapping[str, Any]) -> DataPath:
     disks = []
     for disk in one["disks"]:
         words = (disk["scheduler"] or "").split()
-        current = next(
-            (word.strip("[]") for word in words if word.startswith("[")), words[0] if words else None
-        )
+        current = next((word.strip("[]") for word in words if word.startswith("[")), words[0] if words else None)
         rotational = None if disk["rotational"] is None else disk["rotational"] == "1"
-        disks.append(
-            Disk(disk["name"], current, tuple(word.strip("[]") for word in words), rotational, disk["model"])
-        )
+        disks.append(Disk(disk["name"], current, tuple(word.strip("[]") for word in words), rotational, disk["model"]))
     return DataPath(
         one["path"],
         one["exists"],
@@ -633,9 +619,7 @@ def _data_path(one: Mapping[str, Any]) -> DataPath:
 
 
 def _unattended(apt: str) -> bool | None:
-    values: dict[str, str] = dict(
-        re.findall(r'^APT::Periodic::(Enable|Unattended-Upgrade) "([^"]*)"', apt, re.M)
-    )
+    values: dict[str, str] = dict(re.findall(r'^APT::Periodic::(Enable|Unattended-Upgrade) "([^"]*)"', apt, re.M))
     if not values:
         return None
     return values.get("Enable", "1") != "0" and values.get("Unattended-Upgrade", "0") != "0"
@@ -669,6 +653,4 @@ def _first_line(text: str) -> str:
 
 
 def _error_line(text: str) -> str:
-    return next(
-        (line.strip() for line in text.splitlines() if re.search(r"error|unable|lost|fail", line, re.I)), ""
-    )
+    return next((line.strip() for line in text.splitlines() if re.search(r"error|unable|lost|fail", line, re.I)), "")

@@ -156,9 +156,7 @@ def files() -> dict[str, str | None]:
 def run(command: list[str], limit: float) -> dict[str, Any]:
     """One command with a time limit: {"rc", "out", "err", "seconds"}; rc None: no answer, "err" says why."""
     begin = time.monotonic()
-    environment = dict(
-        os.environ, LC_ALL="C", PATH=os.environ.get("PATH", "") + ":/usr/sbin:/sbin:/usr/local/sbin"
-    )
+    environment = dict(os.environ, LC_ALL="C", PATH=os.environ.get("PATH", "") + ":/usr/sbin:/sbin:/usr/local/sbin")
     try:
         child = subprocess.Popen(
             command,
@@ -205,9 +203,7 @@ def commands(limit: float) -> dict[str, dict[str, Any]]:
     answers: dict[str, dict[str, Any]] = {}
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         others = {
-            name: pool.submit(run, command, limit)
-            for name, command in jobs.items()
-            if command[0] != "nvidia-smi"
+            name: pool.submit(run, command, limit) for name, command in jobs.items() if command[0] != "nvidia-smi"
         }
         hung = ""
         for name, command in jobs.items():
@@ -379,9 +375,7 @@ def data_path(path: str, table: Iterable[tuple[str, str, str]]) -> dict[str, Any
     while not os.path.exists(here):
         here = os.path.dirname(here)
     space = os.statvfs(here)
-    mount = next(
-        (row for row in table if here == row[0] or here.startswith(row[0].rstrip("/") + "/")), ("/", "", "")
-    )
+    mount = next((row for row in table if here == row[0] or here.startswith(row[0].rstrip("/") + "/")), ("/", "", ""))
     return {
         "path": path,
         "exists": os.path.exists(path),
@@ -462,8 +456,7 @@ def collect(options: dict[str, Any]) -> dict[str, Any]:
         "paths": [
             one
             for one in (
-                section("paths:" + path, data_path, path, table)
-                for path in ["/", SHM, *options.get("paths", [])]
+                section("paths:" + path, data_path, path, table) for path in ["/", SHM, *options.get("paths", [])]
             )
             if one
         ],
@@ -477,8 +470,7 @@ def collect(options: dict[str, Any]) -> dict[str, Any]:
         },
         "device_nodes": sorted(os.path.basename(path) for path in glob.glob("/dev/nvidia[0-9]*")),
         "gpu_information": {
-            path.split("/")[-2]: read(path)
-            for path in sorted(glob.glob("/proc/driver/nvidia/gpus/*/information"))
+            path.split("/")[-2]: read(path) for path in sorted(glob.glob("/proc/driver/nvidia/gpus/*/information"))
         },
         "libraries": sorted(
             os.path.basename(path)
