@@ -33,7 +33,7 @@ def explain_json(name: str, facts: HostFacts, decision: Decision) -> dict[str, A
     """The page as one JSON value; each setting an object with value, reason, source and confidence."""
     return {
         "host": name,
-        "facts": {title: value for title, value in _facts(facts)},
+        "facts": dict(_facts(facts)),
         "cards": [{"index": gpu.index, "address": gpu.address, "name": gpu.name} for gpu in decision.cards],
         "cards_left_out": [gpu.address for gpu in decision.left_out],
         "settings": [_object(one, facts) for one in decision.settings],

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 
 from rig.facts.host import HostFacts
-from rig.settings import Kind, Setting, kernel_token
+from rig.settings import ACS_UNIT, Kind, Setting, kernel_token
 
 
 class Standing(StrEnum):
@@ -24,30 +24,8 @@ def standing(setting: Setting, facts: HostFacts) -> Standing:
     """Compare one setting with the facts."""
     if not setting.applied:
         return Standing.EXPLAINED
-    match setting.kind:
-        case Kind.KERNEL_ARGUMENT:
-            if facts.command_line is None:
-                return Standing.UNKNOWN
-            return _live_or_staged(setting, kernel_token(setting) in facts.command_line, facts)
-        case Kind.MODULE_OPTION:
-            module, _, option = setting.name.partition(".")
-            value = facts.parameter(module, option)
-            return Standing.UNKNOWN if value is None else _live_or_staged(setting, same(value, setting.value), facts)
-        case Kind.SYSCTL:
-            value = facts.sysctls.get(setting.name)
-            return _live(value is not None, same(value, setting.value))
-        case Kind.GOVERNOR:
-            return _live(bool(facts.cpu.governors), facts.cpu.governors == (setting.value,))
-        case Kind.DISK_SCHEDULER:
-            disks = [disk for path in facts.paths.values() for disk in path.disks if disk.name.startswith(setting.name)]
-            return _live(bool(disks), all(disk.scheduler == setting.value for disk in disks))
-        case Kind.POWER_LIMIT:
-            limits = [gpu.power_limit_w for gpu in facts.gpus]
-            return _live(None not in limits, all(limit == float(setting.value or 0) for limit in limits))
-        case Kind.BOOT_UNIT:
-            return _boot_unit(setting, facts)
-        case _:
-            return Standing.AT_START
+    compare = _COMPARE.get(setting.kind)
+    return Standing.AT_START if compare is None else compare(setting, facts)
 
 
 def reboot_pending(settings: Iterable[Setting], facts: HostFacts) -> list[Setting]:
@@ -75,21 +53,61 @@ def _live(known: bool, equal: bool) -> Standing:
     return Standing.LIVE if equal else Standing.PENDING
 
 
-def _live_or_staged(setting: Setting, live: bool, facts: HostFacts) -> Standing:
-    if live:
-        return Standing.LIVE
-    text = kernel_token(setting) if setting.kind is Kind.KERNEL_ARGUMENT else setting.name.partition(".")[2]
-    active = (
-        line for one in facts.boot_files.values() for line in one.splitlines() if not line.lstrip().startswith("#")
-    )
-    return Standing.STAGED if any(text in line for line in active) else Standing.PENDING
+def _kernel_argument(setting: Setting, facts: HostFacts) -> Standing:
+    if facts.command_line is None:
+        return Standing.UNKNOWN
+    token = kernel_token(setting)
+    return Standing.LIVE if token in facts.command_line else _staged(token, facts)
+
+
+def _module_option(setting: Setting, facts: HostFacts) -> Standing:
+    module, _, option = setting.name.partition(".")
+    value = facts.parameter(module, option)
+    if value is None:
+        return Standing.UNKNOWN
+    return Standing.LIVE if same(value, setting.value) else _staged(f"{option}=", facts)
+
+
+def _staged(text: str, facts: HostFacts) -> Standing:
+    """Whether an uncommented line of the boot loader's or modprobe's files has it."""
+    lines = (line.strip() for one in facts.boot_files.values() for line in one.splitlines())
+    found = any(text in line for line in lines if not line.startswith("#"))
+    return Standing.STAGED if found else Standing.PENDING
+
+
+def _sysctl(setting: Setting, facts: HostFacts) -> Standing:
+    value = facts.sysctls.get(setting.name)
+    return _live(value is not None, same(value, setting.value))
+
+
+def _governor(setting: Setting, facts: HostFacts) -> Standing:
+    return _live(bool(facts.cpu.governors), facts.cpu.governors == (setting.value,))
+
+
+def _disk_scheduler(setting: Setting, facts: HostFacts) -> Standing:
+    disks = [disk for path in facts.paths.values() for disk in path.disks if disk.name.startswith(setting.name)]
+    return _live(bool(disks), all(disk.scheduler == setting.value for disk in disks))
+
+
+def _power_limit(setting: Setting, facts: HostFacts) -> Standing:
+    limits = [gpu.power_limit_w for gpu in facts.gpus]
+    return _live(None not in limits, all(limit == float(setting.value or 0) for limit in limits))
 
 
 def _boot_unit(setting: Setting, facts: HostFacts) -> Standing:
-    if setting.name == "kimi-acs.service":
-        known = [bridge.redirects for bridge in facts.bridges.values() if bridge.redirects is not None]
-        return _live(bool(known), not any(known))
+    if not facts.units:
+        return Standing.UNKNOWN
     unit = facts.units.get(setting.name)
-    if unit is not None:
-        return _live(True, unit.active)
-    return _live(bool(facts.units), False)
+    undone = setting.name == ACS_UNIT and any(bridge.redirects for bridge in facts.bridges.values())
+    return _live(True, unit is not None and unit.active and not undone)
+
+
+_COMPARE: Mapping[Kind, Callable[[Setting, HostFacts], Standing]] = {
+    Kind.KERNEL_ARGUMENT: _kernel_argument,
+    Kind.MODULE_OPTION: _module_option,
+    Kind.SYSCTL: _sysctl,
+    Kind.GOVERNOR: _governor,
+    Kind.DISK_SCHEDULER: _disk_scheduler,
+    Kind.POWER_LIMIT: _power_limit,
+    Kind.BOOT_UNIT: _boot_unit,
+}

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 ENGINES = ("vllm", "sglang")
+ACS_UNIT = "kimi-acs.service"
+PERSISTENCE_UNIT = "nvidia-persistenced.service"
 
 # The driver's device nodes: NVIDIA open-gpu-kernel-modules, nv-linux.h and nvidia-uvm; nvidia-caps holds MIG and IMEX.
 NVIDIA_DEVICES = ("char-nvidia", "char-nvidia-uvm", "char-nvidia-caps", "char-nvidiactl")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from rig.facts.host import Gpu, HostFacts
-from rig.settings import Confidence, HostSettings, Kind, Setting, host_settings
+from rig.settings import ACS_UNIT, PERSISTENCE_UNIT, Confidence, HostSettings, Kind, Setting, host_settings
 
 WIKI = "local-inference-lab/rtx6kpro"
 TUNING = f"{WIKI} optimization/nccl-tuning.md"
@@ -189,7 +189,10 @@ def _iommu(view: _View) -> Iterator[Setting]:
         reason += "; none is at work on this host (no IOMMU groups), so nothing needs to be switched off"
     elif (cpu.threads or 0) > 255:
         reason += f"; check after the reboot that all {cpu.threads} CPUs are online (x2APIC needs interrupt remapping)"
+    follows = view.operator(Kind.KERNEL_ARGUMENT, "iommu") not in (None, "off")
     for name in names:
+        if follows and name != "iommu":
+            applied, reason = False, f"the operator's iommu argument is followed; the policy: {reason}"
         yield Setting(Kind.KERNEL_ARGUMENT, name, "off", reason, source, confidence, applied)
 
 
@@ -206,7 +209,7 @@ def _power_states(view: _View) -> Iterator[Setting]:
         (
             "pcie_acs_override",
             "downstream,multifunction",
-            "works on a patched kernel only; kimi-acs.service does the same at run time",
+            f"works on a patched kernel only; {ACS_UNIT} does the same at run time",
             "hardware/topology.md",
         ),
     ):
@@ -270,7 +273,7 @@ def _force_p2p(view: _View) -> Setting:
 def _boot_units(view: _View) -> Iterator[Setting]:
     yield Setting(
         Kind.BOOT_UNIT,
-        "nvidia-persistenced.service",
+        PERSISTENCE_UNIT,
         "enabled",
         "without it the driver gives up its state whenever no process uses a card",
         "NVIDIA driver README, nvidia-persistenced",
@@ -282,7 +285,7 @@ def _boot_units(view: _View) -> Iterator[Setting]:
     found = f" (now set on {len(redirecting)} of {len(view.facts.bridges)} bridges)" if view.facts.bridges else ""
     yield Setting(
         Kind.BOOT_UNIT,
-        "kimi-acs.service",
+        ACS_UNIT,
         "enabled",
         f"ACS request and completion redirect send traffic between cards up to the root port{found}; the firmware sets "
         "them anew at every boot. Only those two bits are cleared, and only on the bridges above the cards: the wiki "

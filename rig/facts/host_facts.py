@@ -66,6 +66,7 @@ PACKAGES = [
 ]
 UNITS = [
     "nvidia-persistenced",
+    "kimi-acs",
     "nvidia-powerd",
     "nvidia-dcgm",
     "dcgm",

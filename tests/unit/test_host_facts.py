@@ -166,8 +166,7 @@ def test_the_pci_tree_says_what_nvidia_smi_says() -> None:
     esc = [gpu(i, f"pci0000:{r[:2]}/{r}/{r[0]}1:00.0/{r[0]}2:0{i}.0", i // 4) for i, r in enumerate(roots)]
     assert relations_by_path(esc) == published("esc8000a")
     wrx = [
-        gpu(i, f"pci0000:{b}/{b}:01.1/{b[0]}1:00.0/{b[0]}2:0{i}.0", 0)
-        for i, b in enumerate(["20"] * 4 + ["40"] * 4)
+        gpu(i, f"pci0000:{b}/{b}:01.1/{b[0]}1:00.0/{b[0]}2:0{i}.0", 0) for i, b in enumerate(["20"] * 4 + ["40"] * 4)
     ]
     assert relations_by_path(wrx) == published("wrx90")
     ultra = [gpu(0, "pci0000:00/00:01.0", None), gpu(1, "pci0000:00/00:06.0", None)]

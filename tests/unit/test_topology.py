@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rig.facts.host import Driver, HostFacts
-from rig.settings import Confidence, HostSettings, Kind
+from rig.settings import ACS_UNIT, PERSISTENCE_UNIT, Confidence, HostSettings, Kind
 from rig.topology import FORCE_P2P, Decision, TopologyError, decide
 from tests.unit import host_archetypes as hosts
 
@@ -28,7 +28,7 @@ def test_two_turin_with_cards_on_the_cpus() -> None:
         "nvidia_uvm": {"uvm_disable_hmm": "1"},
         "nvidia": {"NVreg_DynamicPowerManagement": "0x00", "NVreg_RegistryDwords": FORCE_P2P},
     }
-    assert chosen.boot_units == ("nvidia-persistenced.service", "kimi-acs.service")
+    assert chosen.boot_units == (PERSISTENCE_UNIT, ACS_UNIT)
     assert chosen.environment["vllm"] == {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "OMP_NUM_THREADS": "8",
@@ -54,7 +54,7 @@ def test_turin_behind_switches_needs_neither_force_nor_protocol() -> None:
     assert "NVreg_RegistryDwords" not in chosen.module_options["nvidia"]
     assert "NCCL_PROTO" not in chosen.environment["vllm"]
     assert chosen.environment["vllm"]["NCCL_P2P_LEVEL"] == "SYS"
-    assert "kimi-acs.service" in chosen.boot_units
+    assert ACS_UNIT in chosen.boot_units
 
 
 def test_one_genoa_with_switches_stays_within_its_numa_node() -> None:
@@ -100,7 +100,7 @@ def test_a_virtual_machine_is_not_given_what_only_its_host_can_do() -> None:
     chosen = settings(hosts.VIRTUAL)
     assert chosen.kernel_arguments == ()
     assert chosen.module_options == {"nvidia_uvm": {"uvm_disable_hmm": "1"}}
-    assert chosen.boot_units == ("nvidia-persistenced.service",)
+    assert chosen.boot_units == (PERSISTENCE_UNIT,)
     assert chosen.governor is None
     assert "NCCL_P2P_LEVEL" not in chosen.environment["vllm"]
 
@@ -185,7 +185,6 @@ def test_a_silent_card_serves_nothing() -> None:
 def test_an_override_wins_and_is_shown() -> None:
     overrides = {
         "kernel_argument.iommu": "pt",
-        "kernel_argument.amd_iommu": None,
         "environment.NCCL_GRAPH_FILE": "/etc/kimi-rig/graph.xml",
         "power_limit.watts": "450",
         "kernel_argument.mitigations": "off",
