@@ -75,6 +75,8 @@ class Gpu:
     host_bridge: str = ""
     bridges: tuple[str, ...] = ()
     """PCI bridges above it, root port first."""
+    bound_to: str | None = None
+    """Kernel driver that has the device."""
 
     @property
     def model(self) -> GpuModel | None:
@@ -241,6 +243,7 @@ class HostFacts:
     boot_loader: str | None = None
     """"grub", "systemd-boot", or None where there is neither (a container)."""
     grub_drop_ins: bool = False
+    clock_synchronised: bool | None = None
     reboot_required: tuple[str, ...] | None = None
     """Packages that ask for a reboot; None when nothing does."""
     device_nodes: tuple[str, ...] = ()
@@ -352,6 +355,7 @@ class _Reader:
             },
             boot_loader=self._boot_loader(),
             grub_drop_ins="/etc/default/grub.d" in raw["exists"],
+            clock_synchronised=_clock(self.output("time_sync") or ""),
             reboot_required=None
             if self.file("/run/reboot-required") is None
             else tuple(sorted(set((self.file("/run/reboot-required.pkgs") or "").split()))),
@@ -576,7 +580,7 @@ def _gpu(index: int, device: Mapping[str, Any], rows: Mapping[str, Mapping[str, 
         vbios=row.get("vbios_version"),
         bar1_bytes=max(device["bars"], default=0) or None,
         link_gen=_int(row.get("pcie.link.gen.current")) or link_generation(device["current_link_speed"]),
-        link_gen_max=link_generation(device["max_link_speed"]) or _int(row.get("pcie.link.gen.max")),
+        link_gen_max=_least(link_generation(device["max_link_speed"]), _int(row.get("pcie.link.gen.max"))),
         link_width=_int(row.get("pcie.link.width.current")) or _int(device["current_link_width"]),
         link_width_max=_int(row.get("pcie.link.width.max")) or _int(device["max_link_width"]),
         power_limit_w=_float(row.get("power.limit")),
@@ -589,6 +593,7 @@ def _gpu(index: int, device: Mapping[str, Any], rows: Mapping[str, Mapping[str, 
         numa_node=None if node is None or node < 0 else node,
         host_bridge=device["path"][0] if device["path"] else "",
         bridges=tuple(device["path"][1:]),
+        bound_to=device["driver"],
     )
 
 
@@ -625,6 +630,11 @@ def _unattended(apt: str) -> bool | None:
     return values.get("Enable", "1") != "0" and values.get("Unattended-Upgrade", "0") != "0"
 
 
+def _clock(text: str) -> bool | None:
+    found = re.search(r"^NTPSynchronized=(yes|no)$", text, re.M)
+    return None if found is None else found[1] == "yes"
+
+
 def _pci_id(device: Mapping[str, Any]) -> str:
     return ":".join((device[part] or "").removeprefix("0x") for part in ("vendor", "device"))
 
@@ -634,6 +644,10 @@ def _int(text: str | None) -> int | None:
         return int(float(text)) if text else None
     except ValueError:
         return None
+
+
+def _least(*values: int | None) -> int | None:
+    return min((value for value in values if value is not None), default=None)
 
 
 def _float(text: str | None) -> float | None:
