@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ MODPROBE = "/etc/modprobe.d/kimi-rig.conf"
 SYSCTL = "/etc/sysctl.d/90-kimi-rig.conf"
 TMPFILES = "/etc/tmpfiles.d/kimi-rig.conf"
 UDEV = "/etc/udev/rules.d/60-kimi-rig.rules"
+GOVERNORS = "/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor"
+ENTRIES = "$(ls -d /boot/loader/entries/*.conf /boot/efi/loader/entries/*.conf /efi/loader/entries/*.conf 2>/dev/null)"
 ACS_SCRIPT = f"{layout.INSTALL}/libexec/kimi-acs"
 POWER_UNIT = "kimi-power-limit.service"
 
@@ -33,11 +36,16 @@ class HostFileError(Exception):
 
 @dataclass(frozen=True)
 class HostFile:
-    """A file of ours on the host; refresh: the command that makes the system take it over, now or at the next boot."""
+    """A file of ours on the host.
+
+    refresh: the command that makes the system take it over, now or for the next boot. stale: an sh condition that
+    holds while the system has not: judged by its state, so that a refresh an earlier deploy owed is never lost.
+    """
 
     path: str
     text: str
     refresh: str = ""
+    stale: str = ""
     mode: str = "0644"
 
 
@@ -48,14 +56,22 @@ def host_files(settings: HostSettings, facts: HostFacts, previous: Iterable[str]
     """
     files = [*_boot_files(settings, facts, tuple(previous))]
     if settings.module_options:
-        files.append(HostFile(MODPROBE, modprobe_text(settings.module_options), "update-initramfs -u -k all"))
+        older = f"find /boot -maxdepth 1 -name 'initrd.img-*' ! -newer {MODPROBE} | grep -q ."
+        files.append(HostFile(MODPROBE, modprobe_text(settings.module_options), "update-initramfs -u -k all", older))
     if settings.sysctls:
-        files.append(HostFile(SYSCTL, sysctl_text(settings.sysctls), f"sysctl -q -p {SYSCTL}"))
+        differs = " || ".join(f'[ "$(sysctl -n {name})" != {value} ]' for name, value in settings.sysctls.items())
+        files.append(HostFile(SYSCTL, sysctl_text(settings.sysctls), f"sysctl -q -p {SYSCTL}", differs))
     if settings.governor:
-        files.append(HostFile(TMPFILES, governor_text(settings.governor), f"systemd-tmpfiles --create {TMPFILES}"))
+        other = f"grep -hvx {settings.governor} {GOVERNORS} | grep -q ."
+        refresh = f"systemd-tmpfiles --create {TMPFILES}"
+        files.append(HostFile(TMPFILES, governor_text(settings.governor), refresh, other))
     if settings.disk_scheduler:
-        reload = "udevadm control --reload && udevadm trigger --subsystem-match=block --action=change"
-        files.append(HostFile(UDEV, udev_text(settings.disk_scheduler), reload))
+        refresh = "udevadm control --reload && udevadm trigger --settle --subsystem-match=block --action=change"
+        other = " || ".join(
+            f"grep -hvF '[{scheduler}]' /sys/block/{name}*/queue/scheduler | grep -q ."
+            for name, scheduler in settings.disk_scheduler.items()
+        )
+        files.append(HostFile(UDEV, udev_text(settings.disk_scheduler), refresh, other))
     if ACS_UNIT in settings.boot_units:
         script = (ROOT / "files" / "host" / "kimi-acs").read_text()
         files.append(HostFile(ACS_SCRIPT, script, mode="0755"))
@@ -76,12 +92,15 @@ def unwanted_files(wanted: Iterable[HostFile]) -> list[str]:
 def _boot_files(settings: HostSettings, facts: HostFacts, previous: tuple[str, ...]) -> Iterator[HostFile]:
     tokens = settings.kernel_arguments
     if facts.boot_loader == "grub" and tokens:
-        yield HostFile(GRUB_DROP_IN, grub_text(tokens), "update-grub")
+        absent = f"! grep -qF -- {shlex.quote(' '.join(tokens))} /boot/grub/grub.cfg"
+        yield HostFile(GRUB_DROP_IN, grub_text(tokens), "update-grub 2>/dev/null", absent)
     if facts.boot_loader == "systemd-boot" and (tokens or previous):
         current = facts.boot_files.get(KERNEL_CMDLINE) or _booted_with(facts)
         # kernel-install writes the entry of each installed kernel anew from this file.
         refresh = 'for k in /boot/vmlinuz-*; do kernel-install add "${k#/boot/vmlinuz-}" "$k"; done'
-        yield HostFile(KERNEL_CMDLINE, merge_command_line(current, tokens, previous), refresh)
+        wanted = " ".join(tokens)
+        absent = f"grep -L -F -- {shlex.quote(wanted)} {ENTRIES} | grep -q ."
+        yield HostFile(KERNEL_CMDLINE, merge_command_line(current, tokens, previous), refresh, absent if tokens else "")
 
 
 def _booted_with(facts: HostFacts) -> str:
@@ -125,7 +144,7 @@ def sysctl_text(values: Mapping[str, str]) -> str:
 
 def governor_text(governor: str) -> str:
     """A tmpfiles.d line: systemd-tmpfiles writes the governor of every CPU at boot ("w" takes globs)."""
-    return f"{HEADER}w /sys/devices/system/cpu/cpu*/cpufreq/scaling_governor - - - - {_safe(governor)}\n"
+    return f"{HEADER}w {GOVERNORS} - - - - {_safe(governor)}\n"
 
 
 def udev_text(schedulers: Mapping[str, str]) -> str:
