@@ -17,6 +17,8 @@ HEADER = "# kimi-rig, host stage. Changes here are overwritten; `make explain` s
 
 GRUB_DROP_IN = "/etc/default/grub.d/90-kimi-rig.cfg"
 KERNEL_CMDLINE = "/etc/kernel/cmdline"
+OUR_ARGUMENTS = f"{layout.STATE}/kernel-arguments"
+"""What of KERNEL_CMDLINE is ours: the file has no room for comments."""
 MODPROBE = "/etc/modprobe.d/kimi-rig.conf"
 SYSCTL = "/etc/sysctl.d/90-kimi-rig.conf"
 TMPFILES = "/etc/tmpfiles.d/kimi-rig.conf"
@@ -49,12 +51,12 @@ class HostFile:
     mode: str = "0644"
 
 
-def host_files(settings: HostSettings, facts: HostFacts, previous: Iterable[str] = ()) -> list[HostFile]:
-    """Every file the settings need. previous: kernel arguments that an earlier deploy put into KERNEL_CMDLINE.
+def host_files(settings: HostSettings, facts: HostFacts) -> list[HostFile]:
+    """Every file the settings need.
 
     Raises HostFileError for a value that would break out of its line.
     """
-    files = [*_boot_files(settings, facts, tuple(previous))]
+    files = [*_boot_files(settings, facts)]
     if settings.module_options:
         older = f"find /boot -maxdepth 1 -name 'initrd.img-*' ! -newer {MODPROBE} | grep -q ."
         files.append(HostFile(MODPROBE, modprobe_text(settings.module_options), "update-initramfs -u -k all", older))
@@ -89,8 +91,8 @@ def unwanted_files(wanted: Iterable[HostFile]) -> list[str]:
     return [path for path in ours if path not in kept]
 
 
-def _boot_files(settings: HostSettings, facts: HostFacts, previous: tuple[str, ...]) -> Iterator[HostFile]:
-    tokens = settings.kernel_arguments
+def _boot_files(settings: HostSettings, facts: HostFacts) -> Iterator[HostFile]:
+    tokens, previous = settings.kernel_arguments, facts.our_arguments
     if facts.boot_loader == "grub" and tokens:
         absent = f"! grep -qF -- {shlex.quote(' '.join(tokens))} /boot/grub/grub.cfg"
         yield HostFile(GRUB_DROP_IN, grub_text(tokens), "update-grub 2>/dev/null", absent)
@@ -101,6 +103,7 @@ def _boot_files(settings: HostSettings, facts: HostFacts, previous: tuple[str, .
         wanted = " ".join(tokens)
         absent = f"grep -L -F -- {shlex.quote(wanted)} {ENTRIES} | grep -q ."
         yield HostFile(KERNEL_CMDLINE, merge_command_line(current, tokens, previous), refresh, absent if tokens else "")
+        yield HostFile(OUR_ARGUMENTS, wanted + "\n")
 
 
 def _booted_with(facts: HostFacts) -> str:

@@ -174,7 +174,7 @@ def _driver(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
             yield _error(
                 "driver-old",
                 f"release {name} needs driver {release.minimum_driver}, this host has {driver.version}",
-                "a working driver is not changed unasked: set driver_upgrade for this host, or upgrade it yourself",
+                "a working driver is not changed unasked: set driver_upgrade for this host",
             )
     if len(facts.device_nodes) < len(facts.gpus) or not facts.nvidia_uvm_node:
         yield _error(
@@ -297,6 +297,8 @@ def _covered(package: str, patterns: set[str]) -> bool:
 
 
 def _settings(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    if "host" in facts.unknown:
+        yield _warning("facts", f"the host could not be read: {facts.unknown['host']}", "deploy again after this run")
     waiting = reboot_pending(decision.settings, facts)
     if waiting:
         text = ", ".join(one.key for one in waiting)

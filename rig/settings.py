@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rig.catalog import Configuration
+
 ENGINES = ("vllm", "sglang")
 ACS_UNIT = "kimi-acs.service"
 PERSISTENCE_UNIT = "nvidia-persistenced.service"
@@ -143,6 +145,24 @@ def host_settings(settings: Iterable[Setting], gpus: tuple[int, ...]) -> HostSet
 def kernel_token(setting: Setting) -> str:
     """A kernel argument as it stands on the command line."""
     return f"{setting.name}={setting.value}" if setting.value else setting.name
+
+
+def with_host(configuration: Configuration, engine: str, settings: HostSettings) -> Configuration:
+    """A catalogue entry with what it leaves to the host: flags and memory fraction. What it names itself wins."""
+    if not configuration.gpus:
+        return configuration
+    chosen = settings.engine_flags.get(engine, {})
+    flags = {name: True if value == "true" else value for name, value in chosen.items()}
+    kind = "base" if configuration.speculation is None else "eagle3"
+    if int(str(configuration.flags.get("decode-context-parallel-size", 1))) >= 8 and kind == "eagle3":
+        kind = "eagle3-dcp8"
+    fraction = settings.memory_fraction.get(f"{engine}.{kind}")
+    return configuration.model_copy(
+        update={
+            "flags": {**flags, **configuration.flags},
+            "memory_fraction": configuration.memory_fraction or fraction,
+        }
+    )
 
 
 def _module_option(setting: Setting) -> tuple[str, str, str]:

@@ -217,6 +217,7 @@ class HostFacts:
     swap: bool | None = None
     numa_nodes: int | None = None
     kernel: str | None = None
+    machine: str | None = None
     command_line: tuple[str, ...] | None = None
     iommu_groups: int | None = None
     iommu_types: tuple[str, ...] = ()
@@ -240,6 +241,8 @@ class HostFacts:
     secure_boot: bool | None = None
     boot_files: Mapping[str, str] = field(default_factory=dict)
     """Text of the boot loader's and modprobe's configuration files that exist."""
+    our_arguments: tuple[str, ...] = ()
+    """Kernel arguments that an earlier deploy put into /etc/kernel/cmdline."""
     boot_loader: str | None = None
     """"grub", "systemd-boot", or None where there is neither (a container)."""
     grub_drop_ins: bool = False
@@ -256,6 +259,11 @@ class HostFacts:
     def pairs(self) -> frozenset[str]:
         """The kinds of path between two cards that occur."""
         return frozenset(word for row in self.relations for word in row if word != "X")
+
+    @property
+    def distribution(self) -> str:
+        """Such as "ubuntu-24.04"; empty when unknown."""
+        return f"{self.os_id}-{self.os_version}" if self.os_id and self.os_version else ""
 
     @property
     def bare_metal(self) -> bool:
@@ -329,6 +337,7 @@ class _Reader:
             swap=int(memory["SwapTotal"]) > 0 if "SwapTotal" in memory else None,
             numa_nodes=count_ranges(self.file("/sys/devices/system/node/online")),
             kernel=raw.get("kernel"),
+            machine=raw.get("machine"),
             command_line=parse_command_line(self.file("/proc/cmdline")),
             iommu_groups=raw["iommu"].get("groups"),
             iommu_types=tuple(raw["iommu"].get("types", ())),
@@ -353,6 +362,7 @@ class _Reader:
                 for path, text in raw["files"].items()
                 if text is not None and path.startswith(("/etc/default/", "/etc/kernel/", "/etc/modprobe.d/"))
             },
+            our_arguments=parse_command_line(self.file("/var/lib/kimi-rig/kernel-arguments")) or (),
             boot_loader=self._boot_loader(),
             grub_drop_ins="/etc/default/grub.d" in raw["exists"],
             clock_synchronised=_clock(self.output("time_sync") or ""),

@@ -66,7 +66,7 @@ PACKAGES = [
 ]
 UNITS = [
     "nvidia-persistenced",
-    "kimi-acs",
+    "kimi-*.service",
     "nvidia-powerd",
     "nvidia-dcgm",
     "dcgm",
@@ -109,6 +109,7 @@ OPTIONAL = [
     "/etc/kernel/cmdline",
     "/run/reboot-required",
     "/run/reboot-required.pkgs",
+    "/var/lib/kimi-rig/kernel-arguments",
 ]
 GLOBS = ["/etc/default/grub.d/*.cfg", "/etc/modprobe.d/*.conf"]
 EXISTS = [

@@ -31,7 +31,7 @@ def checked(findings: Sequence[Finding]) -> Commands:
 
 
 @operation()
-def driver(step: DriverStep, packages: Sequence[str], keyring: tuple[str, str]) -> Commands:
+def driver(step: DriverStep, packages: Sequence[str], keyring: Sequence[str]) -> Commands:
     """The driver's packages from NVIDIA's repository, held at their version.
 
     keyring: URL and sha256 of the package that brings repository and key.
@@ -41,6 +41,9 @@ def driver(step: DriverStep, packages: Sequence[str], keyring: tuple[str, str]) 
         return
     if step.action is Action.KEEP:
         host.noop(step.reason)
+        return
+    if len(keyring) != 2 or not packages:
+        yield from refuse(f"{step.reason}, and host data driver_keyring and driver_packages name none for this system")
         return
     note(f"{step.reason}: install {', '.join(packages)}")
     url, digest = keyring
@@ -134,15 +137,15 @@ def asks_for_reboot(why: Sequence[str]) -> Commands:
 
 
 @operation()
-def may_reboot() -> Commands:
-    """Refuses while a serving unit runs: the operator stops it, not a deploy."""
-    running = host.get_fact(
-        Lines,
-        script=f"for f in {layout.CONFIGURATIONS}/*.json; do n=${{f##*/}}; u=kimi-${{n%.json}}.service; "
-        'systemctl is-active -q "$u" && echo "$u"; done',
-    )
+def may_reboot(names: Sequence[str]) -> Commands:
+    """Refuses while a serving unit runs: the operator stops it, not a deploy. names: configurations."""
+    units = [layout.unit_name(name) for name in names]
+    known = host.get_fact(UnitProperties, units=units) if units else {}
+    running = [
+        unit for unit, state in known.items() if state.get("ActiveState") in ("active", "activating", "reloading")
+    ]
     if running:
-        yield from refuse(f"{', '.join(running)} runs: `systemctl stop` it, then reboot")
+        yield from refuse(f"{', '.join(running)} runs: `systemctl stop` it, then deploy again to reboot")
         return
     host.noop("no serving unit runs")
 

@@ -74,8 +74,8 @@ def test_systemd_boot_keeps_what_stands_there() -> None:
     again = replace(facts, boot_files={"/etc/kernel/cmdline": first.text})
     (second,) = [one for one in host_files(settings, again) if one.path == "/etc/kernel/cmdline"]
     assert second.text == first.text
-    (gone,) = host_files(HostSettings(), again, settings.kernel_arguments)
-    assert gone.text == 'root=UUID=1 rw "x=a b"\n'
+    gone = host_files(HostSettings(), replace(again, our_arguments=settings.kernel_arguments))
+    assert [one.text for one in gone] == ['root=UUID=1 rw "x=a b"\n', "\n"]
     absent = replace(facts, boot_files={})
     (fresh,) = [one for one in host_files(settings, absent) if one.path == "/etc/kernel/cmdline"]
     assert fresh.text.startswith("root=UUID=1 ro quiet iommu=off")

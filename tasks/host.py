@@ -1,0 +1,88 @@
+"""Host: preflight, driver, kernel arguments, module options, sysctls, ACS, governor; and the reboot they may need.
+
+What takes effect at boot is staged and marked pending: no serving unit starts before the running kernel has it.
+"""
+
+from pyinfra.api import deploy
+from pyinfra.operations import server
+
+from rig import layout
+from rig.driver import DriverStep, driver_step, minimum_driver
+from rig.hostfiles import POWER_UNIT, HostFile, host_files, unwanted_files
+from rig.hostplan import HostPlan
+from rig.live import reboot_pending
+from rig.operations import host as operations
+from rig.operations.files import Directory, File, present
+from rig.preflight import Finding, Needs, preflight
+from rig.target import current_plan
+
+REBOOT_SECONDS = 1800  # memory training of a host with 24 DIMMs takes many minutes
+
+
+def findings(plan: HostPlan) -> list[Finding]:
+    """What the preflight says of this host and this plan."""
+    running = running_configurations(plan)
+    needs = Needs(
+        serving=plan.serving,
+        releases={name: env.release for name, env in plan.environments.items()},
+        own_ports=frozenset(plan.serving[name].listen.port for name in running),
+        may_reboot=plan.data.reboot == "yes",
+    )
+    return preflight(plan.facts, plan.decision, needs)
+
+
+def running_configurations(plan: HostPlan) -> list[str]:
+    """Configurations whose unit is at work."""
+    units = plan.facts.units
+    return [name for name in plan.serving if (unit := units.get(layout.unit_name(name))) is not None and unit.active]
+
+
+def driver_decision(plan: HostPlan) -> DriverStep:
+    """What is to be done about the driver."""
+    minimum = minimum_driver(env.release for env in plan.environments.values())
+    running = bool(running_configurations(plan))
+    return driver_step(plan.facts, minimum, upgrade=plan.data.driver_upgrade, engine_runs=running)
+
+
+def reboot_reasons(plan: HostPlan, step: DriverStep) -> list[str]:
+    """Why the host must reboot before it serves; empty when it need not."""
+    waiting = [f"{one.key} = {one.value}" for one in reboot_pending(plan.decision.settings, plan.facts)]
+    return [*([step.reboot] if step.reboot else []), *waiting]
+
+
+def entries(files: list[HostFile]) -> list[Directory | File]:
+    """The files as entries, with the one directory of ours among them."""
+    folder = Directory(f"{layout.INSTALL}/libexec", "0755", "root", "root")
+    written = [File(one.path, one.text.encode(), one.mode) for one in files]
+    return [folder, *written] if any(one.path.startswith(folder.path) for one in files) else [*written]
+
+
+@deploy("Host")
+def host(plan: HostPlan) -> None:
+    settings, step = plan.settings, driver_decision(plan)
+    files = host_files(settings, plan.facts)
+    operations.checked(name="Check what could fail later", findings=findings(plan))
+    if not plan.facts.gpus and not plan.decision.settings:
+        return
+    present(name="Write host settings", entries=entries(files))
+    operations.driver(
+        name="Keep or install the NVIDIA driver",
+        step=step,
+        packages=plan.data.driver_packages,
+        keyring=plan.data.driver_keyring.get(plan.distribution, []),
+    )
+    operations.retired(name="Remove settings of an earlier decision", files=unwanted_files(files))
+    operations.taken_over(name="Let the system take over its settings", files=files)
+    units = [*settings.boot_units, *([POWER_UNIT] if settings.power_limit_w is not None else [])]
+    operations.enabled_now(name="Start the host's units, also at boot", units=units)
+    why = reboot_reasons(plan, step)
+    if why and plan.data.reboot == "yes":
+        operations.may_reboot(name="Look for running engines", names=list(plan.serving))
+        server.reboot(name="Reboot", reboot_timeout=REBOOT_SECONDS)
+        operations.proved(name="Prove the new boot", arguments=settings.kernel_arguments)
+    else:
+        operations.asks_for_reboot(name="Mark what waits for a reboot", why=why)
+
+
+if __name__ == "builtins":
+    host(plan=current_plan())
