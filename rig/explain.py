@@ -61,9 +61,9 @@ def _object(setting: Setting, facts: HostFacts) -> dict[str, Any]:
 def explain_text(name: str, facts: HostFacts, decision: Decision) -> str:
     """The page for people."""
     lines = [f"{name}", "=" * len(name), ""]
-    lines += [f"{title + ':':<16} {value}" for title, value in _facts(facts)]
+    lines += [f"{title + ':':<18} {value}" for title, value in _facts(facts)]
     if decision.left_out:
-        lines.append(f"{'left out:':<16} {', '.join(_card(gpu) for gpu in decision.left_out)}")
+        lines.append(f"{'left out:':<18} {', '.join(_card(gpu) for gpu in decision.left_out)}")
     lines += _pending(reboot_pending(decision.settings, facts))
     if not decision.settings:
         lines += ["", "No NVIDIA GPU: nothing is chosen, nothing is changed."]

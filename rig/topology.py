@@ -160,6 +160,7 @@ def _policy(view: _View) -> Iterator[Setting]:
     yield from _modules(view)
     yield from _boot_units(view)
     yield from _system(view)
+    yield from _limits_and_disks(view)
     yield from _power_limit(view)
     yield from _environment(view)
     yield from _nccl(view)
@@ -271,6 +272,8 @@ def _force_p2p(view: _View) -> Setting:
 
 
 def _boot_units(view: _View) -> Iterator[Setting]:
+    if view.facts.container not in (None, "none"):
+        return
     yield Setting(
         Kind.BOOT_UNIT,
         PERSISTENCE_UNIT,
@@ -307,6 +310,8 @@ def _system(view: _View) -> Iterator[Setting]:
             TUNING,
             Confidence.MEASURED,
         )
+    if facts.container not in (None, "none"):
+        return
     yield Setting(
         Kind.SYSCTL,
         "vm.swappiness",
@@ -332,10 +337,14 @@ def _system(view: _View) -> Iterator[Setting]:
         TUNING,
         Confidence.SINGLE,
     )
+
+
+def _limits_and_disks(view: _View) -> Iterator[Setting]:
     for name, value in (("LimitMEMLOCK", "infinity"), ("LimitNOFILE", "1048576"), ("LimitSTACK", "67108864")):
         reason = "as in every published launch; NCCL pins memory and opens files by rank and channel"
         yield Setting(Kind.LIMIT, name, value, reason, f"{WIKI} compose files", Confidence.MEASURED)
-    if any(disk.name.startswith("nvme") for path in facts.paths.values() for disk in path.disks):
+    disks = [disk for path in view.facts.paths.values() for disk in path.disks]
+    if view.facts.container in (None, "none") and any(disk.name.startswith("nvme") for disk in disks):
         yield Setting(
             Kind.DISK_SCHEDULER,
             "nvme",

@@ -13,6 +13,7 @@ import pytest
 
 from rig.catalog import ROOT
 from rig.explain import explain_json
+from rig.explain_command import main as explain_main
 from rig.facts.host import parse_host
 from rig.facts.report import NO_PYTHON, HostReport
 from rig.topology import decide
@@ -90,3 +91,19 @@ def test_the_eight_card_example_is_explained() -> None:
     assert page["facts"]["paths"] == "12 x NODE, 16 x SYS"
     assert page["facts"]["ACS redirect"] == "on 8 of 8 bridges above the cards"
     assert len(page["pending_reboot"]) == 7
+
+
+def test_explain_prints_recorded_facts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert explain_main(["--facts", str(TURIN), "--format", "json"]) == 0
+    (page,) = json.loads(capsys.readouterr().out)
+    assert page["host"] == "turin-direct"
+    assert explain_main(["--facts", str(TURIN)]) == 0
+    assert capsys.readouterr().out.startswith("turin-direct\n")
+    (tmp_path / "broken.json").write_text("{}")
+    assert explain_main(["--facts", str(tmp_path / "broken.json")]) == 1
+    assert "broken.json: facts of schema 1 are needed" in capsys.readouterr().err
+
+
+def test_explain_refuses_an_inventory_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain_main(["inventory/nosuch.py"]) == 1
+    assert "there is no inventory file inventory/nosuch.py" in capsys.readouterr().err

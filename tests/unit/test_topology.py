@@ -105,6 +105,12 @@ def test_a_virtual_machine_is_not_given_what_only_its_host_can_do() -> None:
     assert "NCCL_P2P_LEVEL" not in chosen.environment["vllm"]
 
 
+def test_a_container_changes_nothing_of_its_host() -> None:
+    chosen = settings(replace(hosts.H200_1, container="docker"))
+    assert (chosen.boot_units, chosen.sysctls, chosen.disk_scheduler, chosen.governor) == ((), {}, {}, None)
+    assert chosen.environment["vllm"]["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
 def test_of_mixed_cards_the_larger_set_serves() -> None:
     decision = decide(hosts.MIXED)
     assert decision.host.gpus == (0, 1, 2, 3)
