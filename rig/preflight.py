@@ -262,7 +262,7 @@ def _system(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
         ports.setdefault(configuration.listen.port, []).append(name)
     for port, names in ports.items():
         if facts.ports is not None and port in facts.ports and port not in needs.own_ports:
-            yield _error("port", f"port {port} of {', '.join(names)} is taken", f"see `ss -ltnp sport = :{port}`")
+            yield _warning("port", f"port {port} of {', '.join(names)} is taken", f"see `ss -ltnp sport = :{port}`")
     for url, why in facts.probes.items():
         if why is not None:
             yield _error("source", f"{url} cannot be reached from the host: {why}", "check DNS, proxy and firewall")

@@ -4,7 +4,6 @@ What takes effect at boot is staged and marked pending: no serving unit starts b
 """
 
 from pyinfra.api import deploy
-from pyinfra.operations import server
 
 from rig import layout
 from rig.driver import DriverStep, driver_step, minimum_driver
@@ -62,24 +61,26 @@ def host(plan: HostPlan) -> None:
     settings, step = plan.settings, driver_decision(plan)
     files = host_files(settings, plan.facts)
     operations.checked(name="Check what could fail later", findings=findings(plan))
-    if not plan.facts.gpus and not plan.decision.settings:
-        return
-    present(name="Write host settings", entries=entries(files))
-    operations.driver(
-        name="Keep or install the NVIDIA driver",
-        step=step,
-        packages=plan.data.driver_packages,
-        keyring=plan.data.driver_keyring.get(plan.distribution, []),
-    )
+    if files:
+        present(name="Write host settings", entries=entries(files))
+    if plan.facts.gpus:
+        operations.driver(
+            name="Keep or install the NVIDIA driver",
+            step=step,
+            packages=plan.data.driver_packages,
+            keyring=plan.data.driver_keyring.get(plan.distribution, []),
+        )
     operations.retired(name="Remove settings of an earlier decision", files=unwanted_files(files))
-    operations.taken_over(name="Let the system take over its settings", files=files)
+    if files:
+        operations.taken_over(name="Let the system take over its settings", files=files)
     units = [*settings.boot_units, *([POWER_UNIT] if settings.power_limit_w is not None else [])]
-    operations.enabled_now(name="Start the host's units, also at boot", units=units)
+    if units:
+        operations.enabled_now(name="Start the host's units, also at boot", units=units)
     why = reboot_reasons(plan, step)
     if why and plan.data.reboot == "yes":
         operations.may_reboot(name="Look for running engines", names=list(plan.serving))
-        server.reboot(name="Reboot", reboot_timeout=REBOOT_SECONDS)
-        operations.proved(name="Prove the new boot", arguments=settings.kernel_arguments)
+        operations.rebooted(name="Reboot", limit_seconds=REBOOT_SECONDS)
+        operations.proved(name="Prove the new boot", settings=plan.decision.settings)
     else:
         operations.asks_for_reboot(name="Mark what waits for a reboot", why=why)
 

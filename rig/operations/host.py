@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
 
-from pyinfra import host
-from pyinfra.api import operation
+from pyinfra import host, logger
+from pyinfra.api import Host, State, operation
+from pyinfra.api.command import FunctionCommand, StringCommand
+from pyinfra.api.exceptions import OperationError
 
 from rig import layout
 from rig.driver import Action, DriverStep
+from rig.facts.host import HostFacts
+from rig.facts.report import HostReport
 from rig.facts.state import Lines, UnitProperties
 from rig.hostfiles import HostFile
+from rig.live import reboot_pending
 from rig.operations.common import Commands, note, refuse, remember, script
 from rig.preflight import Finding, Severity
+from rig.settings import Setting
 
+INITRAMFS = "if command -v update-initramfs >/dev/null; then update-initramfs -u -k all >/dev/null; fi"
+# PID 1's start differs between two boots also in a container, which shares its host's boot id.
+BOOT_IDENTITY = "cat /proc/sys/kernel/random/boot_id && cut -d' ' -f22 /proc/1/stat"
 APT = "DEBIAN_FRONTEND=noninteractive apt-get -qy -o DPkg::Lock::Timeout=300"
 
 
@@ -95,7 +106,7 @@ def retired(files: Sequence[str]) -> Commands:
         f"rm -f -- {' '.join(map(shlex.quote, there))}",
         *(["systemctl daemon-reload"] if units else []),
         *(["update-grub >/dev/null 2>&1"] if any("/grub.d/" in path for path in there) else []),
-        *(["update-initramfs -u -k all >/dev/null"] if any("/modprobe.d/" in path for path in there) else []),
+        *([INITRAMFS] if any("/modprobe.d/" in path for path in there) else []),
     )
 
 
@@ -131,9 +142,13 @@ def asks_for_reboot(why: Sequence[str]) -> Commands:
         note("no reboot is needed any longer")
         yield script(f"rm -f {layout.REBOOT_PENDING}")
         return
+    yield _mark(why)
+
+
+def _mark(why: Sequence[str]) -> StringCommand:
     lines = " ".join(map(shlex.quote, why))
     folder = layout.REBOOT_PENDING.rsplit("/", 1)[0]
-    yield script(f"mkdir -p {folder}", f"printf '%s\\n' {lines} > {layout.REBOOT_PENDING}")
+    return script(f"mkdir -p {folder}", f"printf '%s\\n' {lines} > {layout.REBOOT_PENDING}")
 
 
 @operation()
@@ -151,12 +166,46 @@ def may_reboot(names: Sequence[str]) -> Commands:
 
 
 @operation()
-def proved(arguments: Sequence[str]) -> Commands:
-    """The kernel runs with these arguments; else something between the files and the boot went wrong."""
-    lines: list[str] = host.get_fact(Lines, script="cat /proc/cmdline")
-    live = " ".join(lines).split()
-    missing = [one for one in arguments if one not in live]
+def rebooted(limit_seconds: int) -> Generator[StringCommand | FunctionCommand, None, None]:
+    """Reboot now, and go on when the host answers from another boot.
+
+    pyinfra's own server.reboot compares uptimes, which a container shares with its host, and ends in a traceback when a
+    connection is made to a system that is on its way down.
+    """
+    before = _boot(host.get_fact(Lines, script=BOOT_IDENTITY))
+    note("the host reboots")
+    # Detached: the connection must be free before the host goes down.
+    yield StringCommand("systemd-run --quiet --on-active=2 --timer-property=AccuracySec=100ms systemctl reboot")
+    yield FunctionCommand(_wait_for_boot, (before, limit_seconds), {})
+
+
+def _boot(lines: list[str]) -> str:
+    return " ".join(lines)
+
+
+def _wait_for_boot(state: State, host: Host, before: str, limit_seconds: int) -> None:
+    # pyinfra hands state and host to a callback whose parameters have these names.
+    deadline = time.monotonic() + limit_seconds
+    while time.monotonic() < deadline:
+        time.sleep(2)
+        host.disconnect()
+        with contextlib.suppress(Exception):  # refused, reset, half a system: it is not there yet
+            host.connect(show_errors=False, raise_exceptions=True)
+            done, output = host.run_shell_command(BOOT_IDENTITY, _timeout=20)
+            after = _boot(list(output.stdout_lines))
+            if done and after and after != before:
+                logger.info(f"{host.print_prefix}answers from its new boot")
+                return
+    raise OperationError(f"{host.name} did not come back within {limit_seconds} s: look at its console")
+
+
+@operation()
+def proved(settings: Sequence[Setting]) -> Commands:
+    """Kernel and driver run with what was staged; else the mark stays and the deploy ends."""
+    facts: HostFacts = host.get_fact(HostReport)
+    missing = [one.key for one in reboot_pending(settings, facts)]
     if missing:
-        yield from refuse(f"after the reboot the kernel runs without {' '.join(missing)}: see the boot loader's entry")
+        yield _mark(missing)
+        yield from refuse(f"after the reboot the host runs without {', '.join(missing)}: see the boot loader's entry")
         return
-    host.noop(f"{len(arguments)} kernel arguments are live")
+    host.noop("kernel and driver run with all settings")

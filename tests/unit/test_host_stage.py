@@ -56,12 +56,12 @@ def test_a_turin_host_is_staged_and_marked(tmp_path: Path) -> None:
 
 def test_errors_of_the_preflight_end_the_deploy_before_anything_is_written(tmp_path: Path) -> None:
     document = json.loads(TURIN.read_text())
-    document["ports"] = [8000]
+    document["secure_boot"] = True
     document["commands"]["gpus"] = {"rc": None, "out": "", "err": "nvidia-smi: no answer in 20 s", "seconds": 20}
     done = stage(tmp_path, json.dumps(document), "-y")
     output = done.stdout + done.stderr
     assert done.returncode == 1
-    assert "port 8000 of vllm-base" in output
+    assert "secure boot is on and the nvidia module has no signature" in output
     assert "no answer in 20 s" in output
     assert "mv -fT" not in output
 

@@ -70,7 +70,7 @@ def test_a_bare_host_is_told_what_will_be_installed() -> None:
         (replace(SOUND, secure_boot=True), "secure-boot", Severity.ERROR),
         (replace(hosts.bare(SOUND), secure_boot=True), "secure-boot", Severity.WARNING),
         (replace(SOUND, glibc=(2, 31)), "glibc", Severity.ERROR),
-        (replace(SOUND, ports=(22, 8000)), "port", Severity.ERROR),
+        (replace(SOUND, ports=(22, 8000)), "port", Severity.WARNING),
         (replace(SOUND, probes={"https://models.example": "timed out"}), "source", Severity.ERROR),
         (replace(SOUND, clock_synchronised=False), "clock", Severity.WARNING),
         (replace(SOUND, kernel="6.8.0-79-generic"), "kernel-old", Severity.NOTE),
