@@ -116,6 +116,15 @@ def data_paths(data: Mapping[str, Any]) -> list[str]:
     return [str(data[key]) for key in ("ml_env", "models", "drafters") if data.get(key)]
 
 
+def model_folders(data: Mapping[str, Any]) -> list[str]:
+    """The folders of the checkpoints that the host's configurations use. Raises CatalogError."""
+    host = _host_data(data)
+    catalog = load_catalog(host.catalogue_overlay)
+    used = _chosen(host, catalog).values()
+    names = {c.target for c in used} | {c.speculation.drafter for c in used if c.speculation}
+    return sorted(_checkpoint_path(name, catalog.checkpoints[name], host) for name in names)
+
+
 def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings) -> HostPlan:
     """Build the plan of one host.
 

@@ -10,7 +10,7 @@ from pyinfra.api.exceptions import PyinfraError
 
 from rig.facts.report import HostReport
 from rig.facts.state import HostBasics
-from rig.hostplan import HostData, HostPlan, data_paths, host_plan, plan_from_facts
+from rig.hostplan import HostData, HostPlan, data_paths, host_plan, model_folders, plan_from_facts
 from rig.secrets import SecretError, read_secret
 from rig.settings import settings_from_gpus
 from rig.yaml_source import CatalogError
@@ -23,8 +23,10 @@ def current_plan() -> HostPlan:
     Raises PyinfraError, naming the host, for wrong data or a host that is not supported.
     """
     data = _data()
-    facts = host.get_fact(HostReport, paths=data_paths(data), probes=data.get("probes") or [])
     try:
+        facts = host.get_fact(
+            HostReport, paths=data_paths(data), models=model_folders(data), probes=data.get("probes") or []
+        )
         if facts.machine not in ("x86_64", None):
             raise CatalogError(f"its processor is {facts.machine}; the engines are built for x86_64")
         if "host" not in facts.unknown:

@@ -10,6 +10,7 @@ from rig.driver import DriverStep, driver_step, minimum_driver
 from rig.hostfiles import POWER_UNIT, HostFile, host_files, unwanted_files
 from rig.hostplan import HostPlan
 from rig.live import reboot_pending
+from rig.memory import MIB, Fit, Model, configuration_fit
 from rig.operations import host as operations
 from rig.operations.files import Directory, File, present
 from rig.preflight import Finding, Needs, preflight
@@ -24,10 +25,27 @@ def findings(plan: HostPlan) -> list[Finding]:
     needs = Needs(
         serving=plan.serving,
         releases={name: env.release for name, env in plan.environments.items()},
+        fits=fits(plan),
         own_ports=frozenset(plan.serving[name].listen.port for name in running),
         may_reboot=plan.data.reboot == "yes",
     )
     return preflight(plan.facts, plan.decision, needs)
+
+
+def fits(plan: HostPlan) -> tuple[Fit, ...]:
+    """The memory account of each configuration whose checkpoints are on the host."""
+    models = {path: Model(config, total=size) for path, (config, size) in plan.facts.models.items()}
+    memory = min((card.memory_mib for card in plan.decision.cards if card.memory_mib), default=0)
+    accounts = []
+    for name, entry in plan.serving.items():
+        target = models.get(plan.checkpoint_paths[entry.target])
+        drafter = models.get(plan.checkpoint_paths[entry.speculation.drafter]) if entry.speculation else None
+        whole = target is not None and (drafter is not None or entry.speculation is None)
+        if entry.gpus and memory and entry.memory_fraction and target is not None and whole:
+            engine = plan.environments[entry.release].release.engine
+            budget = int(entry.memory_fraction * memory * MIB)
+            accounts.append(configuration_fit(name, entry, engine, budget, (target, drafter)))
+    return tuple(accounts)
 
 
 def running_configurations(plan: HostPlan) -> list[str]:

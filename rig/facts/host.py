@@ -6,6 +6,7 @@ output; only a document that is none at all raises FactsError.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -230,6 +231,8 @@ class HostFacts:
     glibc: tuple[int, ...] | None = None
     systemd: int | None = None
     paths: Mapping[str, DataPath] = field(default_factory=dict)
+    models: Mapping[str, tuple[Mapping[str, Any], int]] = field(default_factory=dict)
+    """Config and bytes of weights of the checkpoints that are on the host, by folder."""
     sysctls: Mapping[str, str | None] = field(default_factory=dict)
     units: Mapping[str, Unit] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -348,6 +351,7 @@ class _Reader:
             glibc=parse_version((raw.get("glibc") or "").removeprefix("glibc ")),
             systemd=_int((re.match(r"systemd (\d+)", self.output("systemd") or "") or [None, None])[1]),
             paths={one["path"]: _data_path(one) for one in raw["paths"]},
+            models=_models(raw.get("models", ())),
             sysctls=raw["sysctls"],
             units=parse_units(self.output("units") or ""),
             packages=parse_packages(self.output("packages") or ""),
@@ -631,6 +635,15 @@ def _data_path(one: Mapping[str, Any]) -> DataPath:
         one["device"],
         tuple(disks),
     )
+
+
+def _models(found: Sequence[Mapping[str, Any] | None]) -> dict[str, tuple[Mapping[str, Any], int]]:
+    models = {}
+    for one in found:
+        if one and one["config"] and one["bytes"]:
+            with contextlib.suppress(ValueError):
+                models[one["path"]] = (json.loads(one["config"]), one["bytes"])
+    return models
 
 
 def _unattended(apt: str) -> bool | None:

@@ -5,7 +5,8 @@ It reads and does not judge: tool outputs travel as text, and rig/facts/host.py 
 parsers are typed, tested on recordings, and can be mended without touching a host. What cannot be read is
 null with its reason under "unknown".
 
-The one argument is a JSON object: {"paths": [data paths], "probes": [URLs], "timeout": seconds}.
+The one argument is a JSON object: {"paths": [data paths], "models": [checkpoint folders], "probes": [URLs],
+"timeout": seconds}.
 """
 
 from __future__ import annotations
@@ -391,6 +392,17 @@ def data_path(path: str, table: Iterable[tuple[str, str, str]]) -> dict[str, Any
     }
 
 
+def model(folder: str) -> dict[str, Any]:
+    """config.json and the size of all weight files of a checkpoint; both None where there is none."""
+    weights = glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))
+    config = os.path.join(folder, "config.json")
+    return {
+        "path": folder,
+        "config": read(config) if os.path.exists(config) else None,
+        "bytes": sum(os.path.getsize(path) for path in weights) if weights else None,
+    }
+
+
 def ports() -> list[int]:
     """TCP ports that something listens on (state 0A)."""
     found: set[int] = set()
@@ -479,6 +491,7 @@ def collect(options: dict[str, Any]) -> dict[str, Any]:
             for pattern in ("/usr/lib*/libnvidia-ml.so.*", "/usr/lib/*/libnvidia-ml.so.*")
             for path in glob.glob(pattern)
         ),
+        "models": [section("model:" + path, model, path) for path in options.get("models", [])],
         "ports": section("ports", ports),
         "secure_boot": section("secure_boot", secure_boot),
         "glibc": section("glibc", os.confstr, "CS_GNU_LIBC_VERSION"),

@@ -18,11 +18,12 @@ NO_PYTHON = "python3 is missing"
 class HostReport(FactBase[HostFacts]):
     """Everything host_facts.py reads. Where it cannot run, all is unknown and HostFacts.unknown["host"] says why.
 
-    paths: whose free space and disks are wanted. probes: URLs the host must reach.
+    paths: whose free space and disks are wanted. models: folders of checkpoints. probes: URLs the host must reach.
     """
 
-    def command(self, paths: Sequence[str] = (), probes: Sequence[str] = ()) -> str:
-        options = shlex.quote(json.dumps({"paths": list(paths), "probes": list(probes)}))
+    def command(self, paths: Sequence[str] = (), models: Sequence[str] = (), probes: Sequence[str] = ()) -> str:
+        wanted = {"paths": list(paths), "models": list(models), "probes": list(probes)}
+        options = shlex.quote(json.dumps(wanted))
         return (
             f"if ! command -v python3 >/dev/null; then echo {shlex.quote(NO_PYTHON)}; exit 0; fi\n"
             f"python3 - {options} <<'KIMI_RIG_FACTS'\n{SCRIPT.read_text()}\nKIMI_RIG_FACTS"

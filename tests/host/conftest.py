@@ -17,7 +17,7 @@ from testinfra.host import Host
 
 from rig.converge import RunFailed, asked_hosts, inventory_hosts
 from rig.facts.report import HostReport
-from rig.hostplan import HostPlan, data_paths, plan_from_facts
+from rig.hostplan import HostPlan, data_paths, model_folders, plan_from_facts
 from rig.yaml_source import CatalogError
 
 _NOT_ENFORCED = pytest.StashKey[dict[str, list[str]]]()
@@ -57,7 +57,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def _target(name: str, data: dict[str, Any], folder: Path) -> Target:
     host = _connect(name, data, folder)
-    result = host.run(HostReport().command(data_paths(data)))
+    result = host.run(HostReport().command(data_paths(data), model_folders(data)))
     if result.rc != 0:
         raise RunFailed(f"{name} cannot be reached: {result.stderr.strip()}")
     facts = HostReport().process(result.stdout.splitlines())

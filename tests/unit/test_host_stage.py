@@ -16,7 +16,11 @@ from rig.explain import explain_json
 from rig.explain_command import main as explain_main
 from rig.facts.host import parse_host
 from rig.facts.report import NO_PYTHON, HostReport
+from rig.hostplan import plan_from_facts
 from rig.topology import decide
+from tasks.host import findings, fits
+from tests.unit.test_engines_and_units import data
+from tests.unit.test_memory import CONFIG
 
 TURIN = ROOT / "tests/fixtures/host/turin-direct.json"
 
@@ -73,12 +77,15 @@ def test_a_host_that_cannot_be_read_says_why(answer: str, why: str) -> None:
     assert facts.gpus == ()
 
 
-def test_the_fact_runs_in_a_plain_shell() -> None:
-    command = HostReport().command(paths=["/it's here"])
+def test_the_fact_runs_in_a_plain_shell(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(bytes(100))
+    command = HostReport().command(paths=["/it's here"], models=[str(tmp_path), "/nowhere"])
     done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=True)
     facts = HostReport().process(done.stdout.splitlines())
     assert "host" not in facts.unknown
     assert facts.paths["/it's here"].exists is False
+    assert facts.models == {str(tmp_path): ({"hidden_size": 8}, 100)}
     empty = subprocess.run(
         ["/bin/sh", "-c", command], env={"PATH": "/nonexistent"}, capture_output=True, text=True, check=True
     )
@@ -107,3 +114,20 @@ def test_explain_prints_recorded_facts(capsys: pytest.CaptureFixture[str], tmp_p
 def test_explain_refuses_an_inventory_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain_main(["inventory/nosuch.py"]) == 1
     assert "there is no inventory file inventory/nosuch.py" in capsys.readouterr().err
+
+
+def test_configurations_on_the_host_are_accounted_for(tmp_path: Path) -> None:
+    config = {"text_config": CONFIG["text_config"]}
+    document = json.loads(TURIN.read_text())
+    document["models"] = [
+        {"path": "/shared/kimi-k2.5-int4", "config": json.dumps(config), "bytes": 595_200_000_000},
+        {"path": "/data/eagle3/output_10k/4", "config": "{", "bytes": 5},
+        None,
+    ]
+    names = ["vllm-base", "vllm-eagle3-custom"]
+    plan = plan_from_facts(data("gpu", configurations=names), parse_host(json.dumps(document)))
+    (fit,) = fits(plan)
+    assert (fit.name, fit.fits, fit.context) == ("vllm-base", True, 32768)
+    document["models"][0]["bytes"] *= 2
+    plan = plan_from_facts(data("gpu", configurations=names), parse_host(json.dumps(document)))
+    assert "memory-fit" in {one.code for one in findings(plan)}
