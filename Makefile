@@ -7,7 +7,7 @@ export PYINFRA_PROGRESS ?= off
 override export CMD := $(value CMD)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy verify check test lock format
+.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy verify explain reboot check test lock format
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,12 @@ deploy: .venv/ready ## INVENTORY=... [LIMIT=host]: converge (0 converged, 3 rebo
 
 verify: .venv/ready ## INVENTORY=...: prove the live hosts
 	@$(BIN)/python -m pytest -q tests/host --inventory $(INVENTORY) $(if $(LIMIT),--limit '$(LIMIT)')
+
+explain: .venv/ready ## INVENTORY=... [FORMAT=json]: host facts, every setting, why and from where
+	@$(BIN)/python -m rig.explain_command $(INVENTORY) $(if $(FORMAT),--format $(FORMAT))
+
+reboot: .venv/ready ## INVENTORY=...: deploy, and reboot where boot-time settings wait for it
+	@$(BIN)/python -m rig.converge deploy $(INVENTORY) --pyinfra=--data --pyinfra=reboot=yes $(if $(LIMIT),--limit '$(LIMIT)')
 
 check: .venv/ready ## lint, types and unit tests; under a minute
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .

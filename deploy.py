@@ -4,6 +4,7 @@ from rig.target import current_plan
 from tasks.base import base
 from tasks.checkpoints import checkpoints
 from tasks.engines import engines
+from tasks.host import host
 from tasks.hostkit import hostkit
 from tasks.receipt import receipt
 from tasks.units import units
@@ -11,6 +12,7 @@ from tasks.units import units
 plan = current_plan()
 
 base(plan=plan)  # deploy lock, packages, service user, directories, secrets
+host(plan=plan)  # preflight, driver, kernel arguments, module options, sysctls, each with its reason
 hostkit()  # rigctl, in an environment of its own
 engines(plan=plan)  # one locked environment an engine release
 checkpoints(plan=plan)  # model and drafters

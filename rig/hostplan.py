@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rig import layout
 from rig.catalog import ROOT, Catalog, Checkpoint, Configuration, Release, load_catalog
 from rig.engines import Locations
-from rig.settings import HostSettings
+from rig.facts.host import HostFacts
+from rig.settings import ACS_UNIT, HostSettings, with_host
+from rig.topology import Decision, TopologyError, decide
 from rig.yaml_source import CatalogError
 
 # The interpreter of each supported distribution (os-release ID-VERSION_ID), known before anything is installed.
@@ -41,6 +43,12 @@ class HostData(BaseModel):
     restart: Literal["never", "now"] = "never"
     api_key_file: str | None = None
     hub_token_file: str | None = None
+    host_overrides: dict[str, str | None] = {}
+    reboot: Literal["no", "yes"] = "no"
+    driver_packages: list[str] = []
+    driver_keyring: dict[str, list[str]] = {}
+    driver_upgrade: bool = False
+    probes: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -78,12 +86,16 @@ class HostPlan:
     environments: Mapping[str, Environment]
     checkpoints: Mapping[str, Checkpoint]
     checkpoint_paths: Mapping[str, str]
+    facts: HostFacts = field(default_factory=HostFacts, repr=False)
+    decision: Decision = field(default=Decision((), (), ()), repr=False)
 
     @property
     def packages(self) -> list[str]:
         """System packages of the host and of the engine releases it gets."""
         engines = (name for env in self.environments.values() for name in env.release.system_packages)
-        return sorted({*self.data.base_packages, *engines})
+        # setpci, for the bridges above the cards.
+        host = {"pciutils"} if ACS_UNIT in self.settings.boot_units else set()
+        return sorted({*self.data.base_packages, *engines, *host})
 
     def locations(self, configuration: Configuration) -> Locations:
         """The paths a configuration's command line names."""
@@ -93,6 +105,29 @@ class HostPlan:
             target=self.checkpoint_paths[configuration.target],
             drafter=self.checkpoint_paths[speculation.drafter] if speculation else None,
         )
+
+
+def plan_from_facts(data: Mapping[str, Any], facts: HostFacts) -> HostPlan:
+    """The plan of a host whose facts are known: its settings come from the topology policy. Raises CatalogError."""
+    try:
+        decision = decide(facts, _host_data(data).host_overrides)
+    except TopologyError as error:
+        raise CatalogError(f"host data {error}") from None
+    return replace(host_plan(data, facts.distribution, decision.host), facts=facts, decision=decision)
+
+
+def data_paths(data: Mapping[str, Any]) -> list[str]:
+    """The paths whose free space and disks matter."""
+    return [str(data[key]) for key in ("ml_env", "models", "drafters") if data.get(key)]
+
+
+def model_folders(data: Mapping[str, Any]) -> list[str]:
+    """The folders of the checkpoints that the host's configurations use. Raises CatalogError."""
+    host = _host_data(data)
+    catalog = load_catalog(host.catalogue_overlay)
+    used = _chosen(host, catalog).values()
+    names = {c.target for c in used} | {c.speculation.drafter for c in used if c.speculation}
+    return sorted(_checkpoint_path(name, catalog.checkpoints[name], host) for name in names)
 
 
 def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings) -> HostPlan:
@@ -114,7 +149,7 @@ def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings
         data=host,
         distribution=distribution,
         settings=settings,
-        serving=serving,
+        serving={n: with_host(c, catalog.releases[c.release].engine, settings) for n, c in serving.items()},
         environments={name: _environment(name, catalog.releases[name], python, host) for name in releases},
         checkpoints=checkpoints,
         checkpoint_paths={name: _checkpoint_path(name, entry, host) for name, entry in checkpoints.items()},

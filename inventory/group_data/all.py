@@ -16,7 +16,7 @@ configurations = None
 # A file of inventory/overlays/ that changes catalogue entries for this host.
 catalogue_overlay = None
 # Debian/Ubuntu packages the host needs.
-base_packages = ["ca-certificates", "python3", "python3-venv", "rsync"]
+base_packages = ["ca-certificates", "curl", "python3", "python3-venv", "rsync"]
 
 # --- Serving ---------------------------------------------------------------------------------------------------------
 
@@ -34,3 +34,28 @@ restart = "never"
 api_key_file = None
 # Token for gated repositories of the model hub.
 hub_token_file = None
+
+# --- The host itself -------------------------------------------------------------------------------------------------
+
+# Settings that the topology policy decides, decided here instead: "<kind>.<name>" -> value, or None to leave one alone.
+# `make explain` lists all names. {"kernel_argument.iommu": "pt", "power_limit.watts": "450"}
+host_overrides: dict[str, str | None] = {}
+# What a deploy does when boot-time settings wait for a reboot: "no" marks them pending, "yes" reboots and proves them.
+reboot = "no"
+# NVIDIA's driver with the open kernel modules, for a host that has none. Ubuntu and Debian packages of its repository.
+driver_packages = ["nvidia-open"]
+# The package that brings repository and key, by system: URL and sha256.
+driver_keyring = {
+    "ubuntu-24.04": [
+        "https://developer.download.nvidia.com/compute/cuda/repos/ubuntu2404/x86_64/cuda-keyring_1.1-1_all.deb",
+        "d2a6b11c096396d868758b86dab1823b25e14d70333f1dfa74da5ddaf6a06dba",
+    ],
+    "debian-12": [
+        "https://developer.download.nvidia.com/compute/cuda/repos/debian12/x86_64/cuda-keyring_1.1-1_all.deb",
+        "e7f219eab6fe4819cdb5c15b98233dc3420302d9c00883219cd3d896857cf48d",
+    ],
+}
+# Replace a working driver that is older than the engine releases need. Never done unasked.
+driver_upgrade = False
+# URLs the host must reach; the preflight names those it cannot.
+probes: list[str] = []

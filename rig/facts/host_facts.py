@@ -1,0 +1,510 @@
+"""Read one host in one go: raw readings as one JSON document on standard output.
+
+Runs on a bare host by `python3 -`, so: standard library only, one file, nothing written, nothing changed.
+It reads and does not judge: tool outputs travel as text, and rig/facts/host.py parses them where the
+parsers are typed, tested on recordings, and can be mended without touching a host. What cannot be read is
+null with its reason under "unknown".
+
+The one argument is a JSON object: {"paths": [data paths], "models": [checkpoint folders], "probes": [URLs],
+"timeout": seconds}.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import glob
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable
+from typing import Any
+
+SCHEMA = 1
+NVIDIA = "0x10de"
+SHM = "/dev/shm"  # noqa: S108
+GPU_QUERY = (
+    "index,name,uuid,pci.bus_id,compute_cap,memory.total,memory.used,driver_version,vbios_version,"
+    "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max,"
+    "power.limit,power.default_limit,power.min_limit,power.max_limit,persistence_mode,ecc.mode.current,"
+    "mig.mode.current,compute_mode"
+)
+COMMANDS = {
+    "gpus": ["nvidia-smi", "--query-gpu=" + GPU_QUERY, "--format=csv,nounits"],
+    "compute_apps": [
+        "nvidia-smi",
+        "--query-compute-apps=gpu_uuid,pid,used_memory,process_name",
+        "--format=csv,nounits",
+    ],
+    "topology": ["nvidia-smi", "topo", "-m"],
+    "p2p_read": ["nvidia-smi", "topo", "-p2p", "r"],
+    "p2p_write": ["nvidia-smi", "topo", "-p2p", "w"],
+    "modinfo": ["modinfo", "nvidia"],
+    "virtualisation": ["systemd-detect-virt"],
+    "container": ["systemd-detect-virt", "--container"],
+    "systemd": ["systemctl", "--version"],
+    "time_sync": ["timedatectl", "show", "-p", "NTPSynchronized", "-p", "NTP"],
+    "apt_config": ["apt-config", "dump"],
+    "apt_holds": ["apt-mark", "showhold"],
+    "dkms": ["dkms", "status"],
+}
+DPKG = ["dpkg-query", "-W", "-f", "${Package} ${Version} ${db:Status-Abbrev}\n"]
+PACKAGES = [
+    "nvidia-*",
+    "libnvidia-compute-*",
+    "cuda-drivers*",
+    "cuda-toolkit*",
+    "linux-image-*",
+    "pciutils",
+    "grub*",
+    "needrestart",
+    "unattended-upgrades",
+]
+UNITS = [
+    "nvidia-persistenced",
+    "kimi-*.service",
+    "nvidia-powerd",
+    "nvidia-dcgm",
+    "dcgm",
+    "display-manager",
+    "gdm",
+    "lightdm",
+    "sddm",
+    "docker",
+    "ollama",
+    "vllm",
+    "sglang",
+    "unattended-upgrades",
+    "apt-daily-upgrade.timer",
+    "irqbalance",
+    "tuned",
+    "chrony",
+    "systemd-timesyncd",
+]
+FILES = [
+    "/proc/cmdline",
+    "/proc/meminfo",
+    "/proc/swaps",
+    "/proc/driver/nvidia/version",
+    "/proc/driver/nvidia/params",
+    "/sys/module/nvidia/version",
+    "/sys/module/nvidia_uvm/parameters/uvm_disable_hmm",
+    "/etc/os-release",
+    "/sys/devices/system/node/online",
+    "/sys/devices/system/cpu/online",
+    "/sys/devices/system/cpu/smt/active",
+    "/proc/sys/kernel/random/boot_id",
+]
+# Where the absence of a file is an answer.
+OPTIONAL = [
+    "/sys/class/dmi/id/sys_vendor",
+    "/sys/class/dmi/id/product_name",
+    "/sys/kernel/security/lockdown",
+    "/proc/sys/kernel/apparmor_restrict_unprivileged_userns",
+    "/etc/default/grub",
+    "/etc/kernel/cmdline",
+    "/run/reboot-required",
+    "/run/reboot-required.pkgs",
+    "/var/lib/kimi-rig/kernel-arguments",
+]
+GLOBS = ["/etc/default/grub.d/*.cfg", "/etc/modprobe.d/*.conf"]
+EXISTS = [
+    "/boot/grub/grub.cfg",
+    "/boot/loader/entries",
+    "/boot/efi/loader/entries",
+    "/efi/loader/entries",
+    "/sys/firmware/efi",
+    "/etc/default/grub.d",
+    "/.dockerenv",
+    "/run/.containerenv",
+    "/dev/nvidiactl",
+    "/dev/nvidia-uvm",
+]
+SYSCTLS = [
+    "vm.swappiness",
+    "kernel.numa_balancing",
+    "kernel.sched_migration_cost_ns",
+    "vm.overcommit_memory",
+    "vm.max_map_count",
+    "kernel.pid_max",
+    "fs.file-max",
+    "net.core.somaxconn",
+]
+MODINFO_KEEP = ("filename:", "version:", "license:", "signer:", "vermagic:")
+APT_KEEP = ("APT::Periodic::", "Unattended-Upgrade::Package-Blacklist")
+unknown: dict[str, str] = {}
+
+
+def read(path: str, name: str | None = None) -> str | None:
+    """Text of a file, or None with the reason noted under `name`."""
+    try:
+        with open(path, errors="replace") as stream:
+            return stream.read().replace("\x00", "")
+    except OSError as error:
+        unknown[name or path] = error.strerror or str(error)
+        return None
+
+
+def files() -> dict[str, str | None]:
+    """Texts of all files by path, None for the unreadable."""
+    found = [path for pattern in GLOBS for path in sorted(glob.glob(pattern))]
+    return {path: read(path) for path in FILES + [one for one in OPTIONAL if os.path.exists(one)] + found}
+
+
+def run(command: list[str], limit: float) -> dict[str, Any]:
+    """One command with a time limit: {"rc", "out", "err", "seconds"}; rc None: no answer, "err" says why."""
+    begin = time.monotonic()
+    environment = dict(os.environ, LC_ALL="C", PATH=os.environ.get("PATH", "") + ":/usr/sbin:/sbin:/usr/local/sbin")
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return {"rc": None, "out": "", "err": f"{command[0]}: {error.strerror}", "seconds": 0.0}
+    try:
+        out, err = child.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        # A process that sleeps uninterruptibly in the driver cannot be reaped: kill it and do not wait.
+        os.killpg(child.pid, signal.SIGKILL)
+        return {
+            "rc": None,
+            "out": "",
+            "err": f"{command[0]}: no answer in {limit:g} s",
+            "seconds": float(limit),
+        }
+    return {
+        "rc": child.returncode,
+        "out": out.decode(errors="replace"),
+        "err": err.decode(errors="replace"),
+        "seconds": round(time.monotonic() - begin, 3),
+    }
+
+
+def keep_lines(answer: dict[str, Any], beginnings: tuple[str, ...]) -> None:
+    """Drops all lines of a long listing but those with one of the beginnings."""
+    lines = [line for line in answer["out"].splitlines() if line.startswith(beginnings)]
+    answer["out"] = "\n".join(lines) + ("\n" if lines else "")
+
+
+def commands(limit: float) -> dict[str, dict[str, Any]]:
+    """All tool outputs, side by side; nvidia-smi one call at a time: once it hangs it is not asked again."""
+    jobs = dict(
+        COMMANDS,
+        packages=DPKG + PACKAGES,
+        units=["systemctl", "show", "-p", "Id,LoadState,ActiveState,UnitFileState", *UNITS],
+    )
+    answers: dict[str, dict[str, Any]] = {}
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        others = {
+            name: pool.submit(run, command, limit) for name, command in jobs.items() if command[0] != "nvidia-smi"
+        }
+        hung = ""
+        for name, command in jobs.items():
+            if command[0] != "nvidia-smi":
+                continue
+            if hung:
+                answers[name] = {"rc": None, "out": "", "err": hung, "seconds": 0.0}
+                continue
+            answers[name] = run(command, limit)
+            if answers[name]["rc"] is None:
+                hung = answers[name]["err"]
+        answers.update((name, job.result()) for name, job in others.items())
+    keep_lines(answers["modinfo"], MODINFO_KEEP)
+    keep_lines(answers["apt_config"], APT_KEEP)
+    return answers
+
+
+def acs(config: bytes) -> list[int] | None:
+    """[capability, control] words of the ACS extended capability (id 0x000d), None where there is none.
+
+    Layout: PCI Express Base Specification, "ACS Extended Capability": capability at +4, control at +6.
+    """
+    offset = 0x100
+    for _ in range(64):  # a broken list must not loop for ever
+        header = int.from_bytes(config[offset : offset + 4], "little")
+        if len(config) < offset + 8 or header in (0, 0xFFFFFFFF):
+            return None
+        if header & 0xFFFF == 0x000D:
+            return [int.from_bytes(config[offset + at : offset + at + 2], "little") for at in (4, 6)]
+        offset = header >> 20
+        if offset < 0x100:
+            return None
+    return None
+
+
+def attribute(folder: str, name: str) -> str | None:
+    """One sysfs attribute without its newline, None where it cannot be read."""
+    try:
+        with open(os.path.join(folder, name)) as stream:
+            return stream.read().strip()
+    except OSError:
+        return None
+
+
+def bars(folder: str) -> list[int]:
+    """Sizes in bytes of the six BARs."""
+    sizes = []
+    for line in (attribute(folder, "resource") or "").splitlines()[:6]:
+        start, end = (int(word, 16) for word in line.split()[:2])
+        sizes.append(end - start + 1 if end else 0)
+    return sizes
+
+
+def pci_device(address: str) -> dict[str, Any]:
+    """One PCI device as sysfs shows it; "path" names the host bridge and the devices above it, root first."""
+    folder = "/sys/bus/pci/devices/" + address
+    real = os.path.realpath(folder)
+    device: dict[str, Any] = {
+        name: attribute(folder, name)
+        for name in (
+            "vendor",
+            "device",
+            "subsystem_vendor",
+            "subsystem_device",
+            "class",
+            "numa_node",
+            "current_link_speed",
+            "max_link_speed",
+            "current_link_width",
+            "max_link_width",
+        )
+    }
+    driver, group = os.path.join(folder, "driver"), os.path.join(folder, "iommu_group")
+    device.update(
+        address=address,
+        path=[part for part in real.split("/") if part.startswith("pci") or part.count(":") == 2][:-1],
+        driver=os.path.basename(os.path.realpath(driver)) if os.path.exists(driver) else None,
+        iommu_group=os.path.basename(os.path.realpath(group)) if os.path.exists(group) else None,
+        iommu_type=attribute(os.path.realpath(group), "type") if os.path.exists(group) else None,
+        bars=bars(folder),
+    )
+    try:
+        with open(folder + "/config", "rb") as stream:
+            config = stream.read(4096)
+    except OSError:
+        config = b""
+    # Without privilege the kernel shows the first 64 bytes only; a device without extended space has 256.
+    return device | {"acs_readable": len(config) > 64, "acs": acs(config)}
+
+
+def pci() -> list[dict[str, Any]]:
+    """The NVIDIA display controllers and every bridge above them."""
+    found: dict[str, dict[str, Any]] = {}
+    for folder in sorted(glob.glob("/sys/bus/pci/devices/*")):
+        if attribute(folder, "vendor") != NVIDIA or not (attribute(folder, "class") or "").startswith("0x03"):
+            continue
+        gpu = pci_device(os.path.basename(folder))
+        found[gpu["address"]] = gpu
+        for above in gpu["path"]:
+            if not above.startswith("pci") and above not in found:
+                found[above] = pci_device(above)
+    return [found[address] for address in sorted(found)]
+
+
+def cpus() -> dict[str, Any]:
+    """Vendor, family and model of the first CPU; counts; the set of frequency governors."""
+    first: dict[str, str] = {}
+    for line in (read("/proc/cpuinfo", "cpu") or "").split("\n\n", 1)[0].splitlines():
+        key, _, value = line.partition(":")
+        first[key.strip()] = value.strip()
+    folders = glob.glob("/sys/devices/system/cpu/cpu[0-9]*")
+    return {
+        "vendor": first.get("vendor_id"),
+        "family": first.get("cpu family"),
+        "model": first.get("model"),
+        "name": first.get("model name"),
+        "hypervisor": "hypervisor" in first.get("flags", "").split(),
+        "count": os.cpu_count(),
+        "sockets": len({attribute(folder, "topology/physical_package_id") for folder in folders} - {None}),
+        "governors": sorted({attribute(folder, "cpufreq/scaling_governor") for folder in folders} - {None}),
+        "scaling_driver": attribute("/sys/devices/system/cpu/cpu0", "cpufreq/scaling_driver"),
+    }
+
+
+def iommu() -> dict[str, Any]:
+    """Number of IOMMU groups, their default domain types, and the IOMMUs that are at work."""
+    groups = glob.glob("/sys/kernel/iommu_groups/*")
+    return {
+        "groups": len(groups),
+        "types": sorted({attribute(group, "type") for group in groups} - {None}),
+        "devices": sorted(os.path.basename(path) for path in glob.glob("/sys/class/iommu/*")),
+    }
+
+
+def mounts() -> list[tuple[str, str, str]]:
+    """(mount point, type, source) of each mount, deepest mount points first."""
+    rows = []
+    for line in (read("/proc/self/mountinfo", "mounts") or "").splitlines():
+        left, _, right = line.partition(" - ")
+        kind, source = [*right.split(), "", ""][:2]
+        rows.append((left.split()[4].replace("\\040", " "), kind, source))
+    return sorted(rows, key=lambda row: -len(row[0]))
+
+
+def disks(source: str) -> list[dict[str, str | None]]:
+    """The physical disks under a block device, through partitions, device mapper and md."""
+    name = os.path.basename(os.path.realpath(source))
+    if not os.path.exists("/sys/class/block/" + name):
+        return []
+    folder = os.path.realpath("/sys/class/block/" + name)
+    slaves = glob.glob(folder + "/slaves/*")
+    if slaves:
+        return [disk for slave in sorted(slaves) for disk in disks("/dev/" + os.path.basename(slave))]
+    if os.path.exists(folder + "/partition"):
+        folder = os.path.dirname(folder)
+    return [
+        {
+            "name": os.path.basename(folder),
+            "model": attribute(folder, "device/model"),
+            "scheduler": attribute(folder, "queue/scheduler"),
+            "rotational": attribute(folder, "queue/rotational"),
+        }
+    ]
+
+
+def data_path(path: str, table: Iterable[tuple[str, str, str]]) -> dict[str, Any]:
+    """File system, free space and disks of the nearest existing folder of a path."""
+    here = os.path.realpath(path)
+    while not os.path.exists(here):
+        here = os.path.dirname(here)
+    space = os.statvfs(here)
+    mount = next((row for row in table if here == row[0] or here.startswith(row[0].rstrip("/") + "/")), ("/", "", ""))
+    return {
+        "path": path,
+        "exists": os.path.exists(path),
+        "mount": mount[0],
+        "type": mount[1],
+        "source": mount[2],
+        "size": space.f_blocks * space.f_frsize,
+        "free": space.f_bavail * space.f_frsize,
+        "device": os.stat(here).st_dev,
+        "disks": disks(mount[2]) if mount[2].startswith("/dev/") else [],
+    }
+
+
+def model(folder: str) -> dict[str, Any]:
+    """config.json and the size of all weight files of a checkpoint; both None where there is none."""
+    weights = glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))
+    config = os.path.join(folder, "config.json")
+    return {
+        "path": folder,
+        "config": read(config) if os.path.exists(config) else None,
+        "bytes": sum(os.path.getsize(path) for path in weights) if weights else None,
+    }
+
+
+def ports() -> list[int]:
+    """TCP ports that something listens on (state 0A)."""
+    found: set[int] = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in (read(table) or "").splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A":
+                found.add(int(words[1].rsplit(":", 1)[1], 16))
+    return sorted(found)
+
+
+def secure_boot() -> bool | None:
+    """True, False, or None without UEFI variables. The state follows the four attribute bytes."""
+    for path in glob.glob("/sys/firmware/efi/efivars/SecureBoot-*"):
+        try:
+            with open(path, "rb") as stream:
+                return stream.read()[4:5] == b"\x01"
+        except OSError as error:
+            unknown["secure_boot"] = error.strerror or str(error)
+    return None
+
+
+def probe(url: str) -> str | None:
+    """None where a server answers, whatever its status, else why not. The environment's proxies are used."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=5).close()  # noqa: S310
+    except urllib.error.HTTPError:
+        return None
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error))
+    return None
+
+
+def probes(urls: list[str]) -> dict[str, str | None]:
+    """The answer of each URL, asked for side by side."""
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        return dict(zip(urls, pool.map(probe, urls), strict=True))
+
+
+def section(name: str, reader: Callable[..., Any], *arguments: Any) -> Any:
+    """A reader's value; whatever goes wrong in it costs this section and no other."""
+    try:
+        return reader(*arguments)
+    except Exception as error:
+        unknown[name] = f"{type(error).__name__}: {error}"
+        return None
+
+
+def collect(options: dict[str, Any]) -> dict[str, Any]:
+    """The whole document."""
+    begin = time.monotonic()
+    limit = options.get("timeout", 20)
+    table = section("mounts", mounts) or []
+    facts = {
+        "schema": SCHEMA,
+        "uid": os.geteuid(),
+        "kernel": os.uname().release,
+        "machine": os.uname().machine,
+        "files": files(),
+        "exists": [path for path in EXISTS if os.path.exists(path)],
+        "commands": section("commands", commands, limit) or {},
+        "pci": section("pci", pci) or [],
+        "cpu": section("cpu", cpus) or {},
+        "iommu": section("iommu", iommu) or {},
+        "paths": [
+            one
+            for one in (
+                section("paths:" + path, data_path, path, table) for path in ["/", SHM, *options.get("paths", [])]
+            )
+            if one
+        ],
+        "sysctls": {
+            name: (read("/proc/sys/" + name.replace(".", "/"), "sysctl:" + name) or "").strip() or None
+            for name in SYSCTLS
+        },
+        "limits": {
+            name: resource.getrlimit(getattr(resource, "RLIMIT_" + name.upper()))
+            for name in ("memlock", "nofile", "stack")
+        },
+        "device_nodes": sorted(os.path.basename(path) for path in glob.glob("/dev/nvidia[0-9]*")),
+        "gpu_information": {
+            path.split("/")[-2]: read(path) for path in sorted(glob.glob("/proc/driver/nvidia/gpus/*/information"))
+        },
+        "libraries": sorted(
+            os.path.basename(path)
+            for pattern in ("/usr/lib*/libnvidia-ml.so.*", "/usr/lib/*/libnvidia-ml.so.*")
+            for path in glob.glob(pattern)
+        ),
+        "models": [section("model:" + path, model, path) for path in options.get("models", [])],
+        "ports": section("ports", ports),
+        "secure_boot": section("secure_boot", secure_boot),
+        "glibc": section("glibc", os.confstr, "CS_GNU_LIBC_VERSION"),
+        "probes": section("probes", probes, options.get("probes", [])) or {},
+    }
+    facts["unknown"] = unknown
+    facts["seconds"] = round(time.monotonic() - begin, 3)
+    return facts
+
+
+if __name__ == "__main__":
+    json.dump(collect(json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}), sys.stdout, sort_keys=True)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    # Threads or children stuck in the driver must not hold the exit back.
+    os._exit(0)

@@ -1,0 +1,42 @@
+"""The pyinfra fact that reads a whole host in one remote command."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from pyinfra.api.facts import FactBase
+
+from rig.facts.host import FactsError, HostFacts, parse_host
+
+SCRIPT = Path(__file__).with_name("host_facts.py")
+NO_PYTHON = "python3 is missing"
+
+
+class HostReport(FactBase[HostFacts]):
+    """Everything host_facts.py reads. Where it cannot run, all is unknown and HostFacts.unknown["host"] says why.
+
+    paths: whose free space and disks are wanted. models: folders of checkpoints. probes: URLs the host must reach.
+    """
+
+    def command(self, paths: Sequence[str] = (), models: Sequence[str] = (), probes: Sequence[str] = ()) -> str:
+        wanted = {"paths": list(paths), "models": list(models), "probes": list(probes)}
+        options = shlex.quote(json.dumps(wanted))
+        return (
+            f"if ! command -v python3 >/dev/null; then echo {shlex.quote(NO_PYTHON)}; exit 0; fi\n"
+            f"python3 - {options} <<'KIMI_RIG_FACTS'\n{SCRIPT.read_text()}\nKIMI_RIG_FACTS"
+        )
+
+    def default(self) -> HostFacts:  # type: ignore[override]  # pyinfra types default() as returning the class
+        return HostFacts(unknown={"host": "the facts script gave no answer"})
+
+    def process(self, output: Iterable[str]) -> HostFacts:
+        text = "\n".join(output)
+        if text.strip() == NO_PYTHON:
+            return HostFacts(unknown={"host": f"{NO_PYTHON}; the base stage installs it"})
+        try:
+            return parse_host(text)
+        except FactsError as error:
+            return HostFacts(unknown={"host": str(error)})

@@ -1,0 +1,31 @@
+"""Explain: for `make explain`. Reads the host and writes its page where the wrapper asked for it; no operations."""
+
+import json
+import os
+from pathlib import Path
+
+from pyinfra import host
+
+from rig.explain import explain_json, explain_text
+from rig.explain_command import PAGES
+from rig.hostplan import HostPlan
+from rig.target import current_plan
+from tasks.host import findings
+
+
+def page(plan: HostPlan) -> dict[str, object]:
+    """Both forms of a host's page, with what the preflight found."""
+    found = findings(plan)
+    text = explain_text(host.name, plan.facts, plan.decision)
+    if found:
+        text += "\nPreflight\n---------\n" + "".join(f"{one}\n" for one in found)
+    document = explain_json(host.name, plan.facts, plan.decision)
+    document["findings"] = [
+        {"severity": one.severity, "code": one.code, "message": one.message, "remedy": one.remedy} for one in found
+    ]
+    return {"host": host.name, "text": text, "json": document}
+
+
+if __name__ == "builtins":
+    with Path(os.environ[PAGES]).open("a", encoding="utf-8") as pages:
+        pages.write(json.dumps(page(current_plan())) + "\n")

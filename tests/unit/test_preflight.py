@@ -1,0 +1,154 @@
+"""Preflight: every fault is found, all at once, and a sound host has no errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rig.catalog import load_catalog
+from rig.facts.host import Disk, Driver, GpuProcess, HostFacts, Unit
+from rig.memory import Fit
+from rig.preflight import Needs, Severity, preflight
+from rig.topology import decide
+from tests.unit import host_archetypes as hosts
+
+CATALOG = load_catalog()
+NAMES = ("vllm-base", "sglang-base-current")
+NEEDS = Needs(
+    serving={name: CATALOG.serving[name] for name in NAMES},
+    releases=CATALOG.releases,
+    space={"/shared": 600_000_000_000, "/": 30_000_000_000},
+)
+SOUND = hosts.TURIN_DIRECT
+
+
+def codes(
+    facts: HostFacts, needs: Needs = NEEDS, overrides: dict[str, str | None] | None = None
+) -> dict[str, Severity]:
+    return {one.code: one.severity for one in preflight(facts, decide(facts, overrides), needs)}
+
+
+def with_card(index: int, **change: Any) -> HostFacts:
+    cards = list(SOUND.gpus)
+    cards[index] = replace(cards[index], **change)
+    return replace(SOUND, gpus=tuple(cards))
+
+
+def test_a_sound_host_needs_its_reboot_and_nothing_else() -> None:
+    assert codes(SOUND) == {"reboot": Severity.NOTE}
+
+
+def test_a_bare_host_is_told_what_will_be_installed() -> None:
+    assert codes(hosts.bare(SOUND)) == {"driver-none": Severity.NOTE, "reboot": Severity.NOTE}
+
+
+@pytest.mark.parametrize(
+    ("facts", "code", "severity"),
+    [
+        (with_card(3, answers=False), "card-silent", Severity.ERROR),
+        (with_card(3, answers=False), "cards", Severity.ERROR),
+        (replace(SOUND, gpus=SOUND.gpus[:7]), "cards", Severity.ERROR),
+        (with_card(2, mig=True), "mig", Severity.ERROR),
+        (with_card(2, bound_to="vfio-pci"), "card-taken", Severity.ERROR),
+        (with_card(5, link_gen=2), "link-speed", Severity.WARNING),
+        (with_card(5, link_gen_max=2), "link-speed", Severity.WARNING),
+        (with_card(5, link_width=8), "link-width", Severity.WARNING),
+        (with_card(5, bar1_bytes=256 << 20), "bar1", Severity.WARNING),
+        (hosts.MIXED, "card-mixed", Severity.WARNING),
+        (replace(SOUND, driver=Driver("570.86.15", True)), "driver-old", Severity.ERROR),
+        (replace(SOUND, driver=Driver("590.48.01", False)), "driver-proprietary", Severity.ERROR),
+        (replace(SOUND, driver=Driver("590.48.01", True, on_disk="595.58.03")), "driver-mismatch", Severity.ERROR),
+        (
+            replace(SOUND, driver=Driver("590.48.01", True, smi_error="nvidia-smi: no answer in 20 s")),
+            "nvidia-smi",
+            Severity.ERROR,
+        ),
+        (replace(SOUND, device_nodes=SOUND.device_nodes[:7]), "device-nodes", Severity.ERROR),
+        (replace(SOUND, nvidia_uvm_node=False), "device-nodes", Severity.ERROR),
+        (replace(SOUND, secure_boot=True), "secure-boot", Severity.ERROR),
+        (replace(hosts.bare(SOUND), secure_boot=True), "secure-boot", Severity.WARNING),
+        (replace(SOUND, glibc=(2, 31)), "glibc", Severity.ERROR),
+        (replace(SOUND, ports=(22, 8000)), "port", Severity.WARNING),
+        (replace(SOUND, probes={"https://models.example": "timed out"}), "source", Severity.ERROR),
+        (replace(SOUND, clock_synchronised=False), "clock", Severity.WARNING),
+        (replace(SOUND, kernel="6.8.0-79-generic"), "kernel-old", Severity.NOTE),
+        (replace(SOUND, units={"gdm.service": Unit(True, True)}), "rival", Severity.WARNING),
+        (replace(SOUND, processes=(GpuProcess("GPU-0", 481, 8802, "python3"),)), "gpu-in-use", Severity.NOTE),
+        (replace(SOUND, unattended_upgrades=True), "unattended-upgrades", Severity.WARNING),
+        (replace(SOUND, container="docker"), "container", Severity.NOTE),
+    ],
+)
+def test_a_fault_is_found(facts: HostFacts, code: str, severity: Severity) -> None:
+    assert codes(facts)[code] is severity
+
+
+def place(path: str, **change: Any) -> HostFacts:
+    return replace(SOUND, paths={**SOUND.paths, path: replace(SOUND.paths[path], **change)})
+
+
+def test_space_is_summed_by_file_system() -> None:
+    assert codes(place("/shared", free=599_000_000_000))["space"] is Severity.ERROR
+    assert "space" not in codes(place("/shared", free=625_000_000_000))
+    assert codes(_one_disk(625))["space"] is Severity.ERROR
+    assert codes(SOUND, replace(NEEDS, space={"/not/asked": 1}))["space"] is Severity.ERROR
+
+
+def _one_disk(free_gb: int) -> HostFacts:
+    paths = {name: replace(one, device=1, free=free_gb * 10**9) for name, one in SOUND.paths.items()}
+    return replace(SOUND, paths=paths)
+
+
+def test_places_that_do_not_last() -> None:
+    assert codes(place("/shared", filesystem="overlay"))["ephemeral"] is Severity.WARNING
+    assert codes(place("/shared", filesystem="zfs"))["zfs"] is Severity.WARNING
+    lent = Disk("nvme1n1", "none", ("none",), False, "Amazon EC2 NVMe Instance Storage")
+    assert codes(place("/shared", disks=(lent,)))["ephemeral"] is Severity.WARNING
+    assert codes(place("/dev/shm", free=1 << 30))["shm"] is Severity.WARNING
+
+
+def test_our_own_service_may_hold_its_port() -> None:
+    assert "port" not in codes(replace(SOUND, ports=(22, 8000)), replace(NEEDS, own_ports=frozenset({8000})))
+
+
+def test_held_driver_is_safe_from_unattended_upgrades() -> None:
+    facts = replace(SOUND, unattended_upgrades=True, packages={"nvidia-open": "590.48.01-1"})
+    assert "unattended-upgrades" in codes(facts)
+    assert "unattended-upgrades" not in codes(replace(facts, holds=("nvidia-open",)))
+    assert "unattended-upgrades" not in codes(replace(facts, upgrade_blacklist=("nvidia-",)))
+
+
+def test_memory_that_does_not_suffice() -> None:
+    small = Fit("vllm-base", 97 * 10**9, 76 * 10**9, 0, 8 * 10**9, 70272, 262144)
+    assert codes(SOUND, replace(NEEDS, fits=(small,)))["memory-fit"] is Severity.ERROR
+    assert codes(SOUND, replace(NEEDS, fits=(replace(small, context=150_000),)))["memory-tight"] is Severity.WARNING
+    assert codes(SOUND, replace(NEEDS, fits=(replace(small, strict=False),)))["memory-tight"] is Severity.WARNING
+    assert not {"memory-fit", "memory-tight"} & set(codes(SOUND, replace(NEEDS, fits=(replace(small, context=32768),))))
+
+
+def test_overrides_are_said_and_checked() -> None:
+    found = codes(SOUND, overrides={"power_limit.watts": "700", "kernel_argument.iommu": "pt"})
+    assert found["power-limit"] is Severity.ERROR
+    assert found["override"] is Severity.NOTE
+
+
+def test_attention_without_kernels_is_refused() -> None:
+    entry = CATALOG.serving["sglang-base"].model_copy(update={"flags": {"attention-backend": "trtllm_mla"}})
+    assert codes(SOUND, replace(NEEDS, serving={"sglang-base": entry}))["attention"] is Severity.ERROR
+
+
+def test_cpu_configurations_ask_for_no_gpu() -> None:
+    catalog = load_catalog("sandbox.yaml")
+    serving = {n: c for n, c in catalog.serving.items() if catalog.releases[c.release].accelerator == "cpu"}
+    assert serving
+    assert codes(hosts.NO_GPU, Needs(serving=serving, releases=catalog.releases)) == {}
+
+
+def test_all_findings_come_at_once_errors_first() -> None:
+    facts = replace(with_card(5, link_gen=2), ports=(8000,), glibc=(2, 28), unattended_upgrades=True)
+    found = preflight(facts, decide(facts), NEEDS)
+    assert {"port", "glibc", "link-speed", "unattended-upgrades", "reboot"} <= {one.code for one in found}
+    order = [list(Severity).index(one.severity) for one in found]
+    assert order == sorted(order)
+    assert all(one.message in str(one) and one.code in str(one) for one in found)
