@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-MODULES: tuple[str, ...] = ()
+MODULES: tuple[str, ...] = ("checkpoints",)
 
 
 class RigctlError(Exception):
