@@ -227,20 +227,26 @@ def _tables(verdict: Verdict, draft: Model, engine: Engine, whole: int, small: i
     except BadFile as error:
         verdict.refuse.append(str(error))
         return
-    if len(targets) != small:
-        verdict.refuse.append(f"d2t has {len(targets)} entries, draft_vocab_size is {small}")
-    elif min(targets) < 0 or max(targets) >= whole:
-        verdict.refuse.append(
-            f"d2t leads to tokens {min(targets)}..{max(targets)}, the target has 0..{whole - 1}"
-        )
-    elif len(set(targets)) != small:
-        verdict.refuse.append("d2t maps two drafted ids to one token")
+    fault = _d2t_fault(targets, whole, small)
+    if fault:
+        verdict.refuse.append(fault)
+        return
     if listed is None:
         return
     if len(listed) != whole or {token for token, is_in in enumerate(listed) if is_in} != set(targets):
         verdict.refuse.append(
             f"t2d ({len(listed)} entries, {sum(listed)} set) and d2t do not describe one vocabulary"
         )
+
+
+def _d2t_fault(targets: list[int], whole: int, small: int) -> str | None:
+    if len(targets) != small:
+        return f"d2t has {len(targets)} entries, draft_vocab_size is {small}"
+    if min(targets) < 0 or max(targets) >= whole:
+        return f"d2t leads to tokens {min(targets)}..{max(targets)}, the target has 0..{whole - 1}"
+    if len(set(targets)) != small:
+        return "d2t maps two drafted ids to one token"
+    return None
 
 
 def _layers(verdict: Verdict, main: Model, draft: Model, engine: Engine, training: Training) -> None:
@@ -250,7 +256,8 @@ def _layers(verdict: Verdict, main: Model, draft: Model, engine: Engine, trainin
         return
     verdict.captured, why = engine.captures(draft.config, count)
     shape, hidden = _shape(draft, "fc.weight"), main.number("hidden_size")
-    joined = shape[1] // hidden if shape and len(shape) == 2 and hidden else None
+    whole = bool(shape and len(shape) == 2 and hidden and shape[1] % hidden == 0)
+    joined = shape[1] // hidden if whole and shape and hidden else None
     if joined is not None and len(set(verdict.captured)) != joined:
         verdict.refuse.append(
             f"fc.weight joins {joined} layers, {engine.name} will give {len(set(verdict.captured))} ({why}): "
