@@ -37,6 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def hub(checkpoint: Path) -> Iterator[Hub]:
     """A fresh server: no faults, nothing counted."""
     server = Hub(checkpoint)
+    server.manifest()  # hashed here, not while a client waits
     yield server
     server.close()
 

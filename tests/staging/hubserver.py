@@ -6,10 +6,12 @@ If-Range). The hub also serves the files plainly below /plain/, with a manifest,
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -54,7 +56,6 @@ class Hub:
         self.sent: Counter[str] = Counter()
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         self.lock = threading.Lock()
-        self._digests: dict[tuple[str, int, int], str] = {}
         self.storage = _serve(_Storage, self)
         self.hub = _serve(_Front, self)
         self.address = f"http://127.0.0.1:{self.hub.server_port}"
@@ -79,15 +80,8 @@ class Hub:
     def digest(self, path: str, kind: str) -> str:
         """sha256 or git blob id of the listed file (not of a replaced one)."""
         place = self.root / path
-        key = (f"{kind}:{path}", place.stat().st_size, place.stat().st_mtime_ns)
-        with self.lock:
-            if key not in self._digests:
-                data = place.read_bytes()
-                if kind == "sha256":
-                    self._digests[key] = hashlib.sha256(data).hexdigest()
-                else:
-                    self._digests[key] = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-            return self._digests[key]
+        status = place.stat()
+        return file_digest(place, kind, status.st_size, status.st_mtime_ns)
 
     def total_sent(self) -> int:
         """Body bytes of files, all paths."""
@@ -115,6 +109,8 @@ class Hub:
             }
             if path.endswith(LFS):
                 item["lfs"] = {"oid": self.digest(path, "sha256"), "size": size, "pointerSize": 134}
+            else:
+                item["oid"] = self.digest(path, "git")
             listed.append(item)
         return listed + self.extra_listed
 
@@ -125,6 +121,16 @@ class Hub:
             for path in self.paths()
         ]
         return {"format": 1, "source": "plain", "revision": None, "files": files}
+
+
+@functools.cache
+def file_digest(place: Path, kind: str, size: int, mtime_ns: int) -> str:
+    """sha256 or git blob id; a file is hashed once a version, whatever hub serves it."""
+    digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(b"blob %d\0" % size)
+    with place.open("rb") as handle:
+        while block := handle.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _serve(handler: type[BaseHTTPRequestHandler], hub: Hub) -> ThreadingHTTPServer:
@@ -139,6 +145,10 @@ class _Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
+
+    def handle(self) -> None:
+        """A client that goes away between two requests is no news."""
+        self.quietly(super().handle)
 
     def log_message(self, *_: object) -> None:
         """Quiet."""
@@ -312,3 +322,18 @@ class _Front(_Handler):
         small = self.failed(path)
         if small is None or small.status is None:
             self.send_file(path, hub.digest(path, "git"), small)
+
+
+def main() -> None:
+    """Serve a directory until stdin closes; the address goes to stdout, and `sent` on each input line."""
+    hub = Hub(Path(sys.argv[1]))
+    print(json.dumps({"hub": hub.address, "port": hub.hub.server_port}), flush=True)
+    for line in sys.stdin:
+        if line.strip() == "reset":
+            hub.sent.clear()
+        print(json.dumps({"sent": hub.total_sent()}), flush=True)
+    hub.close()
+
+
+if __name__ == "__main__":
+    main()

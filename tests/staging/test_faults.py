@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from rigctl.checkpoints import staging
+from rigctl.checkpoints.http import PROBE_BYTES
 from rigctl.cli import RigctlError
 from tests.staging.conftest import SHARD_BYTES, Bench, http_source, hub_source, same_files
 from tests.staging.hubserver import COMMIT, Fault, Hub
@@ -44,7 +45,7 @@ def other_bytes(hub: Hub, path: str, place: Path, size: int | None = None) -> Pa
     return place
 
 
-def wait_for(ready: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_for(ready: Callable[[], bool], seconds: float = 300.0) -> None:
     """Poll without a busy loop."""
     end = time.monotonic() + seconds
     while not ready():
@@ -129,7 +130,7 @@ def test_killed_job_is_resumed(
     child = command({"bandwidth_limit": limit})
     wait_for(lambda: hub.total_sent() > total(hub) // 3)
     child.send_signal(number)
-    _, errors = child.communicate(timeout=30)
+    _, errors = child.communicate(timeout=120)
     assert child.returncode != 0 and not bench.destination.exists()
     if number == signal.SIGTERM:
         assert "kept" in errors and "Traceback" not in errors
@@ -139,7 +140,8 @@ def test_killed_job_is_resumed(
     assert same_files(bench.destination, checkpoint)
     assert bench.progress is not None
     # fetched in the second run: exactly what the first had not on disk (bookkeeping files are small)
-    assert bench.progress.fetched <= total(hub) - kept + 64 * 1024
+    probe = PROBE_BYTES if total(hub) > staging.PROBE_FROM else 0
+    assert bench.progress.fetched <= total(hub) - kept + 64 * 1024 + probe
     assert in_flight < total(hub)
 
 

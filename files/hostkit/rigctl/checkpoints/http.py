@@ -27,6 +27,8 @@ from rigctl.cli import RigctlError
 
 CONNECT_TIMEOUT = 20.0  # seconds
 LONGEST_WAIT = 300.0  # seconds; a server may ask for less, not for more
+PROBE_BYTES = 8 << 20  # at most; they are fetched again, 0.001 % of the model
+PROBE_SECONDS = 3.0
 SWITCH_AFTER = 2  # failures without a byte before the next address is tried
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 

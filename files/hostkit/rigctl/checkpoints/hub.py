@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 
 from rigctl.checkpoints.http import (
     CONNECT_TIMEOUT,
+    PROBE_BYTES,
+    PROBE_SECONDS,
     HttpFetcher,
     Location,
     Refused,
@@ -173,7 +175,7 @@ class Hub:
     def probe(self, entry: Entry) -> float:
         """Bytes a second of one connection."""
         try:
-            return self._fetcher.probe(self._locate(entry, 0), 8 << 20, 3.0)
+            return self._fetcher.probe(self._locate(entry, 0), PROBE_BYTES, PROBE_SECONDS)
         except Transient:
             return 0.0
 

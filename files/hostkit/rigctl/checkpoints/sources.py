@@ -18,7 +18,15 @@ import requests
 
 from rigctl.checkpoints import manifest as manifests
 from rigctl.checkpoints import verify
-from rigctl.checkpoints.http import GaveUp, HttpFetcher, Location, Transient, check_status
+from rigctl.checkpoints.http import (
+    PROBE_BYTES,
+    PROBE_SECONDS,
+    GaveUp,
+    HttpFetcher,
+    Location,
+    Transient,
+    check_status,
+)
 from rigctl.checkpoints.hub import Hub
 from rigctl.checkpoints.manifest import Entry, Manifest, is_selected
 from rigctl.checkpoints.progress import Progress
@@ -90,7 +98,7 @@ class Http:
 
     def probe(self, entry: Entry) -> float:
         """Bytes a second of one connection."""
-        return self._fetcher.probe(self._locate(entry, 0), 8 << 20, 3.0)
+        return self._fetcher.probe(self._locate(entry, 0), PROBE_BYTES, PROBE_SECONDS)
 
 
 class Local:
