@@ -169,7 +169,7 @@ def download(host: Host, server: Server, files: list[str], *, total: int, runs: 
         ours = median(runs, stage, host.clear)
         print(
             f"  {name}: {total / ours / 1e6:.0f} MB/s, hashed, flushed and published: "
-            f"{one / ours:.2f}x curl, {eight / ours:.2f}x curl -Z 8, {synced / ours:.2f}x curl -Z 8 then sync; "
+            f"{one / ours:.2f}x curl, {eight / ours:.2f}x curl -Z 8, {synced / ours:.2f}x with sync; "
             f"peak {max(peaks):.0f} MB",
             flush=True,
         )

@@ -25,6 +25,13 @@ class SourceWrong(RigctlError):
     """The source has something else than the manifest: no retry can help."""
 
 
+def disk_error(error: OSError, where: str) -> RigctlError:
+    """A failed write as DiskFull or, for every other reason, as it is."""
+    if error.errno in FULL:
+        return DiskFull(f"{error.strerror} at {where}")
+    return RigctlError(f"{error.filename or where} cannot be used: {error.strerror or error}")
+
+
 class Limiter:
     """One bandwidth limit (bytes a second; None: none) shared by all workers of a job."""
 
@@ -117,9 +124,7 @@ class Sink:
         # a short write may have happened: keep exactly what was counted and hashed
         os.ftruncate(self._descriptor, self.offset)
         os.lseek(self._descriptor, self.offset, os.SEEK_SET)
-        if error.errno in FULL:
-            return DiskFull(f"{self.part.parent}: {error.strerror} at {self.entry.path}, byte {self.offset}")
-        return RigctlError(f"{self.part} cannot be written: {error.strerror}")
+        return disk_error(error, f"{self.entry.path}, byte {self.offset}")
 
     def restart(self, why: str) -> None:
         """Drop what is there and begin at byte 0."""
@@ -143,7 +148,11 @@ class Sink:
 
     def remember(self, validator: str) -> None:
         """Keep the source's ETag beside the part."""
-        self._note.write_text(validator, encoding="utf-8")
+        try:
+            self._note.write_text(validator, encoding="utf-8")
+        except OSError:
+            self._note.unlink(missing_ok=True)  # a cut-off note would look like another version
+            raise
 
     def finish(self) -> str:
         """Flush to the disk and return the digest."""

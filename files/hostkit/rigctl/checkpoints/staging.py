@@ -21,7 +21,7 @@ from rigctl.checkpoints.manifest import Entry, Manifest, walk
 from rigctl.checkpoints.paths import make_parents
 from rigctl.checkpoints.progress import Progress, human_bytes, human_seconds
 from rigctl.checkpoints.record import Record, State
-from rigctl.checkpoints.sink import DiskFull, Limiter, Sink
+from rigctl.checkpoints.sink import DiskFull, Limiter, Sink, SourceWrong, disk_error
 from rigctl.checkpoints.sources import FileSource, TreeSource, open_source
 from rigctl.checkpoints.spec import HubSource, Spec
 from rigctl.checkpoints.verify import Cancelled, Report, Seen
@@ -283,7 +283,7 @@ class Job:
         try:
             self.workplace.begin(manifest)
         except OSError as error:
-            raise RigctlError(f"{self.workplace.root} cannot be made: {error.strerror}") from error
+            raise disk_error(error, str(self.workplace.root)) from error
         if (uid, gid) == (-1, -1):
             return
         try:
@@ -340,8 +340,11 @@ class Job:
             seen = work(entry)
             right = True
             return seen
+        except OSError as error:
+            self._abort.set()
+            raise disk_error(error, entry.path) from error
         except Exception as error:
-            if not isinstance(error, WrongBytes) and not _is_one_files(error):
+            if not isinstance(error, WrongBytes | SourceWrong):
                 self._abort.set()
             raise
         finally:
@@ -558,12 +561,6 @@ class writable:
 def _open_up(tree: Path) -> None:
     for place, _, _ in os.walk(tree):
         Path(place).chmod(0o755)
-
-
-def _is_one_files(error: Exception) -> bool:
-    from rigctl.checkpoints.sink import SourceWrong  # noqa: PLC0415
-
-    return isinstance(error, SourceWrong)
 
 
 def replace_files(entries: Sequence[Entry]) -> Manifest:
