@@ -159,15 +159,23 @@ def test_generator_writes_what_becomes_the_checkpoint(
     (package / "__main__.py").write_text(
         "import json, pathlib, struct, sys\n"
         "place = pathlib.Path(sys.argv[1])\n"
+        "place.mkdir()\n"
         "(place / 'config.json').write_text('{}')\n"
         "raw = json.dumps({'a': {'dtype': 'U8', 'shape': [1], 'data_offsets': [0, 1]}}).encode()\n"
         "(place / 'model.safetensors').write_bytes(struct.pack('<Q', len(raw)) + raw + b'1')\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
-    source = {"type": "generator", "arguments": ["{directory}"]}
+    source = {"type": "generator", "arguments": ["{directory}"], "revision": "v1"}
     outcome = bench.stage(source, kind="drafter")
-    assert outcome.state == "staged" and outcome.record.manifest.revision is None
+    assert outcome.state == "staged" and outcome.record.manifest.revision == "v1"
     assert {file.path for file in outcome.record.manifest.files} == {"config.json", "model.safetensors"}
+    assert bench.stage(source, kind="drafter").state == "present"
+    newer = {**source, "revision": "v2"}
+    with pytest.raises(RigctlError, match="holds v1, the spec wants v2"):
+        bench.stage(newer, kind="drafter")
+    replaced = bench.stage(newer, kind="drafter", replace=True)
+    assert replaced.state == "staged" and replaced.record.manifest.revision == "v2"
+    assert not bench.partial.exists() and staging.quick_report(replaced.record).complete
     with pytest.raises(RigctlError, match="it would write elsewhere"):
         (bench.root / "other").mkdir()
         bench.stage(

@@ -106,9 +106,11 @@ class RsyncSource:
 
 @dataclass(frozen=True)
 class GeneratorSource:
-    """A `rigctl` subcommand that makes the files; `{directory}` in an argument is where it must write."""
+    """A `rigctl` subcommand that makes the files; `{directory}` in an argument is the directory it must make.
+    `revision` names the generator's own version: another one makes another checkpoint."""
 
     arguments: tuple[str, ...]
+    revision: str | None = None
     type: Literal["generator"] = "generator"
 
 
@@ -136,6 +138,7 @@ class Spec:
     owner: str | None = None
     group: str | None = None
     read_only: bool = True
+    replace: bool = False  # another revision may take the place of one that this program staged
     workers: int = 8
     bandwidth_limit: int | None = None
     reserve_bytes: int = 1 << 30

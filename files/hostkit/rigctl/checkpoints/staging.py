@@ -23,7 +23,7 @@ from rigctl.checkpoints.progress import Progress, human_bytes, human_seconds
 from rigctl.checkpoints.record import Record, State
 from rigctl.checkpoints.sink import DiskFull, Limiter, Sink, SourceWrong, disk_error
 from rigctl.checkpoints.sources import FileSource, TreeSource, open_source
-from rigctl.checkpoints.spec import HubSource, Spec
+from rigctl.checkpoints.spec import GeneratorSource, HubSource, Spec
 from rigctl.checkpoints.verify import Cancelled, Report, Seen
 from rigctl.checkpoints.workplace import Workplace, close, locked, settle
 from rigctl.cli import RigctlError
@@ -92,6 +92,7 @@ class Job:
         self.workplace = Workplace(self.destination)
         self._limiter = Limiter(spec.bandwidth_limit)
         self._abort = threading.Event()
+        self._replaces = False
         self._source: FileSource | TreeSource | None = None
 
     @property
@@ -110,7 +111,7 @@ class Job:
             known = self._known()
             if known is not None:
                 return known
-            if self._occupied():
+            if not self._replaces and self._occupied():
                 return self._take_what_is_there()
             return self._fetch_and_publish()
 
@@ -138,12 +139,15 @@ class Job:
                 f"{self.spec.name} is recorded at {record.path}, the spec wants {self.destination}: "
                 f"forget it first (rigctl checkpoints forget {self.spec.name}); no file is removed by that"
             )
-        wanted = self._pinned_manifest()
-        if wanted is not None and wanted.identity() != record.manifest.identity():
+        wanted = self._wanted_instead(record)
+        if wanted is not None:
+            if self.spec.replace and record.origin == "staged":
+                self._replaces = True
+                return None
             raise RigctlError(
                 f"{self.destination} holds {record.manifest.revision or 'another content'}, the spec wants "
-                f"{wanted.revision or 'another content'}: give the new revision another directory, "
-                "or move the old one away and forget it; nothing was touched"
+                f"{wanted}: give the new revision another directory, set replace (what was staged by this "
+                "program only), or move the old one away and forget it; nothing was touched"
             )
         report = quick_report(record)
         if not report.complete:
@@ -153,6 +157,16 @@ class Job:
             )
         self.progress.total = self.progress.done = record.manifest.total
         return Outcome("present", False, record)
+
+    def _wanted_instead(self, record: Record) -> str | None:
+        """What the spec wants, if that is not what the record has."""
+        source = self.spec.source
+        wanted = self._pinned_manifest()
+        if wanted is not None and wanted.identity() != record.manifest.identity():
+            return wanted.revision or "another content"
+        if not isinstance(source, HubSource | GeneratorSource) or record.origin != "staged":
+            return None
+        return source.revision if source.revision not in (None, record.manifest.revision) else None
 
     def _pinned_manifest(self) -> Manifest | None:
         if self.spec.manifest is None:
@@ -273,7 +287,7 @@ class Job:
             kind=self.spec.kind,
             read_only=self.spec.read_only,
         )
-        self.workplace.publish(record, uid, gid)
+        self.workplace.publish(record, uid, gid, replace=self._replaces)
         close(self.destination, record.read_only)
         self.state.save(record)
         self.workplace.remove()
@@ -430,12 +444,16 @@ class Job:
     def _generate(self, source: TreeSource) -> tuple[Manifest, dict[str, Seen]]:
         """A source without a manifest: what it made is what it is."""
         remove_tree(self.workplace.tree)
-        self.workplace.tree.mkdir()
         source.fill(self.workplace.tree, ())
+        if not self.workplace.tree.is_dir():
+            raise SourceWrong(f"{source.describe()} ended well, but made no directory")
         for path, place in list(walk(self.workplace.tree)):
             if not manifests.is_selected(path, self.spec.include, self.spec.exclude):
                 place.unlink()
         made, seen = verify.manifest_of(self.workplace.tree, source.describe(), (), ())
+        origin = self.spec.source
+        if isinstance(origin, GeneratorSource):
+            made = replace(made, revision=origin.revision, _by_path={})
         self.progress.total = self.progress.done = made.total
         self.progress.files_total = self.progress.files_done = len(made.files)
         return made, seen
@@ -510,7 +528,6 @@ class Job:
                 make_parents(self.destination, entry.path)
                 (self.workplace.tree / entry.path).replace(place)
             seen[entry.path] = Seen.of(place.stat())
-        _open_up(self.workplace.tree)
         self.workplace.remove()
         return seen
 
@@ -556,11 +573,6 @@ class writable:
     def __exit__(self, *_: object) -> None:
         for place, mode in self._modes.items():
             place.chmod(mode)
-
-
-def _open_up(tree: Path) -> None:
-    for place, _, _ in os.walk(tree):
-        Path(place).chmod(0o755)
 
 
 def replace_files(entries: Sequence[Entry]) -> Manifest:

@@ -80,6 +80,7 @@ class Workplace:
         self.root = destination.parent / f".{destination.name}.partial"
         self.tree = self.root / "tree"
         self.parts = self.root / "parts"
+        self.old = self.root / "old"
         self._owner = self.root / "owner.json"
         self._journal = self.root / "verified.jsonl"
         self._record = self.root / "record.json"
@@ -174,12 +175,15 @@ class Workplace:
             with self._journal.open("a", encoding="utf-8") as handle:
                 handle.write(line + "\n")
 
-    def publish(self, record: Record, uid: int, gid: int) -> None:
-        """Give the tree its owner and mode and its final name; nothing is replaced."""
+    def publish(self, record: Record, uid: int, gid: int, *, replace: bool = False) -> None:
+        """Give the tree its owner and mode and its final name; without `replace`, nothing is replaced."""
         remove_empty_directories(self.tree)
         settle(self.tree, record.read_only, uid, gid)
         write_json(self._record, record.to_json())
         try:
+            if replace:
+                self.destination.chmod(0o755)
+                self.destination.rename(self.old)
             # an empty directory at the destination is taken over, a full one is an error of rename(2)
             self.tree.rename(self.destination)
         except OSError as error:
@@ -199,8 +203,11 @@ class Workplace:
 
     def remove(self) -> None:
         """Remove the workplace; only ours, only after publication."""
-        if self._owner.is_file():
-            remove_tree(self.root)
+        if not self._owner.is_file():
+            return
+        for place, _, _ in os.walk(self.root):
+            Path(place).chmod(0o700)
+        remove_tree(self.root)
 
 
 def part_name(entry: Entry) -> str:
