@@ -54,6 +54,20 @@ def test_token_comes_from_a_credential_and_reaches_the_hub_only(
     assert TOKEN not in told
 
 
+def test_time_is_estimated_from_a_short_probe(
+    bench: Bench, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "PROBE_FROM", 0)
+    job = bench.job(bench.spec(hub_source(hub.address)))
+    manifest = job._manifest()
+    assert manifest is not None
+    plan = job.plan(manifest)
+    assert plan.rate and plan.seconds == pytest.approx(plan.bytes_needed / plan.rate)
+    assert 0 < hub.total_sent() < total_of(hub) and not bench.partial.exists()
+    limited = bench.job(bench.spec(hub_source(hub.address), bandwidth_limit=1000)).plan(manifest)
+    assert limited.seconds == limited.bytes_needed / 1000
+
+
 def test_include_and_exclude_select_files(bench: Bench, hub: Hub) -> None:
     outcome = bench.stage(hub_source(hub.address), exclude=["figures/*", "*.md"])
     names = {file.path for file in outcome.record.manifest.files}
@@ -250,7 +264,7 @@ def test_bandwidth_limit_is_kept_by_all_workers_together(bench: Bench, hub: Hub)
 
 
 def test_second_job_is_refused_and_can_follow(bench: Bench, hub: Hub) -> None:
-    wanted = bench.spec(hub_source(hub.address), bandwidth_limit=max(1, hub_total(hub) // 3))
+    wanted = bench.spec(hub_source(hub.address), bandwidth_limit=max(1, total_of(hub) // 3))
     worker = threading.Thread(target=bench.job(wanted).stage)
     worker.start()
     time.sleep(1.0)
@@ -262,7 +276,7 @@ def test_second_job_is_refused_and_can_follow(bench: Bench, hub: Hub) -> None:
     assert bench.stage(hub_source(hub.address)).state == "present"
 
 
-def hub_total(hub: Hub) -> int:
+def total_of(hub: Hub) -> int:
     return sum((hub.root / path).stat().st_size for path in hub.paths())
 
 
@@ -283,8 +297,8 @@ def test_command_line_shows_progress_and_state(bench: Bench, hub: Hub, tmp_path:
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     plan = run("stage", "tiny", "--spec", str(tmp_path / "spec.json"), "--plan", "--json")
-    assert plan.returncode == 0 and json.loads(plan.stdout)["bytes_needed"] == hub_total(hub)
-    assert hub.total_sent() < hub_total(hub) // 10 and not bench.destination.exists()
+    assert plan.returncode == 0 and json.loads(plan.stdout)["bytes_needed"] == total_of(hub)
+    assert hub.total_sent() < total_of(hub) // 10 and not bench.destination.exists()
     done = run("stage", "tiny", "--spec", str(tmp_path / "spec.json"), "--json")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0 and lines[-1]["outcome"] == "staged" and lines[-1]["changed"] is True

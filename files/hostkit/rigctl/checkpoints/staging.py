@@ -28,7 +28,7 @@ from rigctl.checkpoints.verify import Cancelled, Report, Seen
 from rigctl.checkpoints.workplace import Workplace, close, locked, settle
 from rigctl.cli import RigctlError
 
-PROBE_FROM = 1 << 30  # bytes; less is there sooner than a measurement
+PROBE_FROM = 16 << 30  # bytes; less is there soon, and what the probe fetches must not count
 
 
 class WrongBytes(RigctlError):
