@@ -16,6 +16,7 @@ from typing import Any
 from rigctl.checkpoints import manifest as manifests
 from rigctl.checkpoints import record as records
 from rigctl.checkpoints import structure, verify
+from rigctl.checkpoints.http import GaveUp
 from rigctl.checkpoints.hub import remove_tree
 from rigctl.checkpoints.manifest import Entry, Manifest, walk
 from rigctl.checkpoints.paths import make_parents
@@ -92,6 +93,7 @@ class Job:
         self.workplace = Workplace(self.destination)
         self._limiter = Limiter(spec.bandwidth_limit)
         self._abort = threading.Event()
+        self._line_is_down = threading.Event()
         self._replaces = False
         self._source: FileSource | TreeSource | None = None
 
@@ -346,7 +348,7 @@ class Job:
 
     def _guarded(self, work: Callable[[Entry], Seen], entry: Entry) -> Seen:
         """Run one file's work; a fault that every other file would meet as well stops them all."""
-        if self._abort.is_set():
+        if self._abort.is_set() or self._line_is_down.is_set():
             raise Cancelled("stopped; what is fetched is kept for the next run")
         self.progress.file_starts(entry.path, entry.size)
         right = False
@@ -357,6 +359,10 @@ class Job:
         except OSError as error:
             self._abort.set()
             raise disk_error(error, entry.path) from error
+        except GaveUp:
+            # files that are under way may still come; to cut them off would waste what is on its way
+            self._line_is_down.set()
+            raise
         except Exception as error:
             if not isinstance(error, WrongBytes | SourceWrong):
                 self._abort.set()
