@@ -132,9 +132,7 @@ def download(host: Host, server: Server, files: list[str], *, total: int, runs: 
     config = host.scratch / "curl.txt"
     out = host.scratch / "curl"
     config.write_text(
-        "".join(
-            f'url="{server.address}/plain/{name}"\noutput="{out}/{name}"\ncreate-dirs\n' for name in files
-        )
+        "".join(f'url="{server.address}/plain/{name}"\noutput="{out}/{name}"\ncreate-dirs\n' for name in files)
     )
 
     def clear_curl() -> None:
@@ -212,9 +210,7 @@ def quick(host: Host, runs: int) -> None:
     host.state.save(records.Record("sparse", str(root), "adopted", manifest, seen, 0.0, 0.0))
     taken = median(runs, lambda: host.run("verify", "sparse")[0])
     shutil.rmtree(root)
-    print(
-        f"quick verification of 64 x 9 GB sparse files: {taken:.2f} s, start of Python included", flush=True
-    )
+    print(f"quick verification of 64 x 9 GB sparse files: {taken:.2f} s, start of Python included", flush=True)
 
 
 def resume(host: Host, server: Server, total: int, runs: int) -> None:

@@ -69,9 +69,7 @@ class Hub:
 
     def paths(self) -> list[str]:
         """All files, relative."""
-        return sorted(
-            place.relative_to(self.root).as_posix() for place in self.root.rglob("*") if place.is_file()
-        )
+        return sorted(place.relative_to(self.root).as_posix() for place in self.root.rglob("*") if place.is_file())
 
     def place(self, path: str) -> Path:
         """The file that is sent for a path."""
@@ -165,9 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def json(self, content: Any, headers: dict[str, str] | None = None) -> None:
         """A JSON answer."""
-        self.answer(
-            200, json.dumps(content).encode(), {"Content-Type": "application/json", **(headers or {})}
-        )
+        self.answer(200, json.dumps(content).encode(), {"Content-Type": "application/json", **(headers or {})})
 
     def note(self) -> None:
         """Remember the request."""
@@ -209,9 +205,7 @@ class _Handler(BaseHTTPRequestHandler):
         stop = last + 1 if fault is None or fault.cut is None else min(first + fault.cut, last + 1)
         with place.open("rb") as handle:
             while first < stop:
-                sent = os.sendfile(
-                    self.connection.fileno(), handle.fileno(), first, min(stop - first, 1 << 20)
-                )
+                sent = os.sendfile(self.connection.fileno(), handle.fileno(), first, min(stop - first, 1 << 20))
                 if not sent:
                     break
                 first += sent

@@ -44,9 +44,7 @@ def make(root: Path, shards: int, shard_bytes: int) -> Path:
     texts = {
         "model.safetensors.index.json": json.dumps(index),
         "config.json": json.dumps({"auto_map": {"AutoConfig": "configuration_tiny.TinyConfig"}}),
-        "tokenizer_config.json": json.dumps(
-            {"auto_map": {"AutoTokenizer": ["tokenization_tiny.Tiny", None]}}
-        ),
+        "tokenizer_config.json": json.dumps({"auto_map": {"AutoTokenizer": ["tokenization_tiny.Tiny", None]}}),
         "generation_config.json": "{}",
         "configuration_tiny.py": "class TinyConfig: ...\n",
         "tokenization_tiny.py": "from .tool_declaration import render\n\n\nclass Tiny: ...\n",

@@ -193,9 +193,7 @@ def test_signed_link_that_ran_out_is_renewed(bench: Bench, hub: Hub) -> None:
     assert bench.stage(hub_source(hub.address)).state == "staged"
 
 
-def test_shard_with_wrong_bytes_is_never_published(
-    bench: Bench, hub: Hub, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_shard_with_wrong_bytes_is_never_published(bench: Bench, hub: Hub, checkpoint: Path, tmp_path: Path) -> None:
     bad = shard(hub, 7)
     hub.replaced[bad] = other_bytes(hub, bad, tmp_path / "bad")
     with pytest.raises(RigctlError, match=f"{bad}: .* twice: the source is damaged"):
@@ -309,9 +307,7 @@ def test_disk_full_in_the_middle(bench: Bench, hub: Hub, checkpoint: Path, small
     filler = threading.Thread(target=fill)
     filler.start()
     with pytest.raises(RigctlError, match=r"the disk is full: .*make room and run the job again"):
-        bench.stage(
-            hub_source(hub.address), destination=str(destination), bandwidth_limit=total(hub) // 2, workers=2
-        )
+        bench.stage(hub_source(hub.address), destination=str(destination), bandwidth_limit=total(hub) // 2, workers=2)
     filler.join()
     assert not destination.exists()
     (small_disk / "filler").unlink()
@@ -334,17 +330,13 @@ def test_no_room_is_said_before_the_first_byte(bench: Bench, hub: Hub, small_dis
         bench.stage(hub_source(hub.address), destination=str(small_disk))
 
 
-def test_operators_half_copied_model_is_reported_and_left_alone(
-    bench: Bench, hub: Hub, checkpoint: Path
-) -> None:
+def test_operators_half_copied_model_is_reported_and_left_alone(bench: Bench, hub: Hub, checkpoint: Path) -> None:
     shutil.copytree(checkpoint, bench.destination)
     name = shard(hub, 4)
     os.truncate(bench.destination / name, 100)
     (bench.destination / shard(hub, 9)).unlink()
     before = {place: place.stat().st_mtime_ns for place in bench.destination.rglob("*")}
-    with pytest.raises(
-        RigctlError, match=r"(?s)not the whole checkpoint.*Nothing in it was touched"
-    ) as caught:
+    with pytest.raises(RigctlError, match=r"(?s)not the whole checkpoint.*Nothing in it was touched") as caught:
         bench.stage(hub_source(hub.address))
     assert name in str(caught.value) and shard(hub, 9) in str(caught.value)
     assert before == {place: place.stat().st_mtime_ns for place in bench.destination.rglob("*")}
@@ -377,9 +369,7 @@ def test_names_that_try_to_leave_the_directory(bench: Bench, hub: Hub, name: str
     assert hub.total_sent() == 0 and not bench.destination.exists()
 
 
-def test_links_planted_in_the_workplace_are_not_written_through(
-    bench: Bench, hub: Hub, tmp_path: Path
-) -> None:
+def test_links_planted_in_the_workplace_are_not_written_through(bench: Bench, hub: Hub, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (bench.partial / "tree").mkdir(parents=True)

@@ -54,9 +54,7 @@ def test_token_comes_from_a_credential_and_reaches_the_hub_only(
     assert TOKEN not in told
 
 
-def test_time_is_estimated_from_a_short_probe(
-    bench: Bench, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_is_estimated_from_a_short_probe(bench: Bench, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "PROBE_FROM", 0)
     job = bench.job(bench.spec(hub_source(hub.address)))
     manifest = job._manifest()

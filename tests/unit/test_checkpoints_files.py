@@ -31,9 +31,7 @@ def tree(root: Path, files: dict[str, bytes]) -> Path:
 FILES = {"config.json": b"{}", "a/b.bin": b"1234" * 1000, "model.safetensors": os.urandom(5000)}
 
 
-@pytest.mark.parametrize(
-    "name", ["", "/a", "../a", "a/../b", "a//b", "./a", "a/", "a\\b", "a\0b", "a\nb", "x" * 256]
-)
+@pytest.mark.parametrize("name", ["", "/a", "../a", "a/../b", "a//b", "./a", "a/", "a\\b", "a\0b", "a\nb", "x" * 256])
 def test_unsafe_names_are_refused(name: str) -> None:
     with pytest.raises(RigctlError, match="unsafe file name"):
         paths.safe_relative(name)

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-MODULES: tuple[str, ...] = ("checkpoints",)
+MODULES: tuple[str, ...] = ("checkpoints", "environment", "serve", "status", "tiny_kimi")
 
 
 class RigctlError(Exception):

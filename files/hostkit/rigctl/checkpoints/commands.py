@@ -16,6 +16,7 @@ from typing import Any
 from rigctl.cli import RigctlError
 
 FOLLOW_EVERY = 1.0  # seconds between two looks at a running job
+FOLLOW_GRACE = 5.0  # seconds a job may take to begin, or to write its last status
 
 
 def register(subparsers: Any) -> None:
@@ -27,9 +28,7 @@ def register(subparsers: Any) -> None:
     _add_checks(actions)
 
 
-def _add(
-    actions: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
-) -> argparse.ArgumentParser:
+def _add(actions: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
     parser.add_argument("--json", action="store_true", help="JSON lines instead of text")
     parser.set_defaults(run=run)
@@ -45,13 +44,9 @@ def _add_jobs(actions: Any) -> None:
     repair = _add(actions, "repair", _repair, "Verify in full and fetch only what is wrong.")
     repair.add_argument("name")
     repair.add_argument("--spec", type=Path, required=True)
-    repair.add_argument(
-        "--in-place", action="store_true", help="allow writing into a directory that is not ours"
-    )
+    repair.add_argument("--in-place", action="store_true", help="allow writing into a directory that is not ours")
     repair.add_argument("--every", type=float, default=10.0)
-    adopt = _add(
-        actions, "adopt", _adopt, "Verify a directory that is there and record it; it is never changed."
-    )
+    adopt = _add(actions, "adopt", _adopt, "Verify a directory that is there and record it; it is never changed.")
     adopt.add_argument("name")
     adopt.add_argument("--spec", type=Path, required=True)
     adopt.add_argument("--every", type=float, default=10.0)
@@ -64,9 +59,7 @@ def _add_jobs(actions: Any) -> None:
 
 
 def _add_records(actions: Any) -> None:
-    status = _add(
-        actions, "status", _status, "State, size, revision and last verification of each checkpoint."
-    )
+    status = _add(actions, "status", _status, "State, size, revision and last verification of each checkpoint.")
     status.add_argument("names", nargs="*")
     verify = _add(actions, "verify", _verify, "Quick check against the last full one, or --full by digest.")
     verify.add_argument("names", nargs="*")
@@ -77,16 +70,12 @@ def _add_records(actions: Any) -> None:
 
 
 def _add_checks(actions: Any) -> None:
-    structure = _add(
-        actions, "structure", _structure, "Check shards, index, tokenizer and code files, by headers."
-    )
+    structure = _add(actions, "structure", _structure, "Check shards, index, tokenizer and code files, by headers.")
     structure.add_argument("directory", type=Path)
     structure.add_argument("--kind", choices=("target", "drafter"), default="target")
     fit = _add(actions, "fit", _fit, "Check a drafter against its target on an engine release.")
     _add_fit(fit)
-    overlay = _add(
-        actions, "overlay", _overlay, "Make a drafter directory with the layer ids this engine must read."
-    )
+    overlay = _add(actions, "overlay", _overlay, "Make a drafter directory with the layer ids this engine must read.")
     _add_fit(overlay)
     overlay.add_argument("--to", type=Path, required=True)
 
@@ -99,9 +88,7 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", required=True)
     parser.add_argument("--architectures", help="drafter architectures of this build, comma separated")
     parser.add_argument("--context", type=int, required=True, help="maximum model length in tokens")
-    parser.add_argument(
-        "--training", type=Path, help="JSON: target, convention, layer_ids, accept_mismatch, notes"
-    )
+    parser.add_argument("--training", type=Path, help="JSON: target, convention, layer_ids, accept_mismatch, notes")
 
 
 # -- jobs ----------------------------------------------------------------------------------------------------
@@ -158,8 +145,6 @@ def _job(arguments: argparse.Namespace, spec: Any, work: Callable[[Any], Any]) -
     with Reporter(progress, state.job_path(spec.name), as_json=arguments.json, every=arguments.every):
         try:
             outcome = work(job)
-        except workplace.Busy:
-            raise
         except (RigctlError, OSError) as error:
             progress.state = "stopped" if stop.is_set() else "failed"
             progress.message = str(error)
@@ -189,10 +174,14 @@ def _follow(arguments: argparse.Namespace) -> int:
 
     state = record.from_environment()
     place = state.job_path(arguments.name)
-    shown = 0.0
+    shown, started = 0.0, time.monotonic()
+    while not place.exists() and time.monotonic() - started < FOLLOW_GRACE:
+        time.sleep(FOLLOW_EVERY)
     while True:
         running = workplace.is_locked(state, arguments.name)
         status = read_json(place, "status of the job")
+        # a job that begins writes its status before it has its lock
+        running |= status["state"] == "running" and time.time() - status["updated"] < FOLLOW_GRACE
         if not running or time.monotonic() - shown >= arguments.every:
             shown = time.monotonic()
             _print(arguments, status, progress.line(status))
@@ -213,16 +202,12 @@ def _pin(arguments: argparse.Namespace) -> int:
     from rigctl.checkpoints.progress import Progress, human_bytes  # noqa: PLC0415
 
     spec = replace(_spec(arguments), manifest=None)
-    manifest = staging.Job(
-        spec, record.from_environment(), Progress(spec.name), threading.Event()
-    )._manifest()
+    manifest = staging.Job(spec, record.from_environment(), Progress(spec.name), threading.Event())._manifest()
     if manifest is None:
         raise RigctlError(f"{spec.name}: a generator has no manifest before it ran")
     paths.write_json(arguments.output, manifest.to_json())
     content = {"revision": manifest.revision, "files": len(manifest.files), "bytes": manifest.total}
-    text = (
-        f"{arguments.output}: {len(manifest.files)} files, {human_bytes(manifest.total)}, {manifest.revision}"
-    )
+    text = f"{arguments.output}: {len(manifest.files)} files, {human_bytes(manifest.total)}, {manifest.revision}"
     _print(arguments, content, text)
     return 0
 
@@ -270,9 +255,7 @@ def _state_of(state: Any, name: str) -> dict[str, Any]:
     content: dict[str, Any] = {"name": name, "state": "unknown"}
     if record is not None:
         report = staging.quick_report(record)
-        content.update(
-            _summary(record), quick=report.to_json(), state="complete" if report.complete else "damaged"
-        )
+        content.update(_summary(record), quick=report.to_json(), state="complete" if report.complete else "damaged")
     if job is not None and workplace.is_locked(state, name):
         content.update(state="running", job=job)
     elif job is not None and job["state"] != "done":
@@ -290,9 +273,7 @@ def _status_line(content: dict[str, Any]) -> str:
         return f"{content['name']}: running: {progress.line(content['job'])}"
     if "path" not in content:
         job = content.get("job", {})
-        return f"{content['name']}: {content['state']}" + (
-            f": {job['message']}" if job.get("message") else ""
-        )
+        return f"{content['name']}: {content['state']}" + (f": {job['message']}" if job.get("message") else "")
     verified = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(content["verified_at"]))
     size = progress.human_bytes(content["bytes"])
     revision = content["revision"] or content["identity"][:12]
@@ -415,9 +396,7 @@ def _overlay(arguments: argparse.Namespace) -> int:
 
     verdict = _verdict(arguments)
     if not verdict.keys:
-        raise RigctlError(
-            f"{arguments.drafter}: the layer ids it was trained with are not recorded: nothing to write"
-        )
+        raise RigctlError(f"{arguments.drafter}: the layer ids it was trained with are not recorded: nothing to write")
     changed = overlay.write(arguments.drafter, arguments.to, verdict.keys)
     arguments.drafter = arguments.to
     after = _verdict(arguments)

@@ -150,9 +150,7 @@ def _architecture(verdict: Verdict, draft: Model, engine: Engine) -> None:
     if name in MLA and not is_mla:
         verdict.refuse.append(f"{name} is an MLA drafter, but its weights have no kv_a_proj")
     if name in MHA and engine.name == "vllm":
-        verdict.note.append(
-            "a plain-attention drafter on an MLA target needs an attention backend of its own"
-        )
+        verdict.note.append("a plain-attention drafter on an MLA target needs an attention backend of its own")
 
 
 def _shape(draft: Model, suffix: str) -> tuple[int, ...] | None:
@@ -191,9 +189,7 @@ def _vocabulary(verdict: Verdict, main: Model, draft: Model, engine: Engine) -> 
         verdict.refuse.append("vocab_size is missing in the target's or the drafter's config.json")
         return
     if own is not None and own != whole:
-        verdict.refuse.append(
-            f"vocabulary of {own} tokens in the drafter, {whole} in the target: another tokenizer"
-        )
+        verdict.refuse.append(f"vocabulary of {own} tokens in the drafter, {whole} in the target: another tokenizer")
         return
     if small > whole:
         verdict.refuse.append(f"draft vocabulary {small} is larger than the target's {whole}")
@@ -202,9 +198,7 @@ def _vocabulary(verdict: Verdict, main: Model, draft: Model, engine: Engine) -> 
     if head is not None and head[0] != small:
         verdict.refuse.append(f"lm_head has {head[0]} rows, draft_vocab_size is {small}")
     if head is None and small < whole:
-        verdict.refuse.append(
-            f"no lm_head for a draft vocabulary of {small}: the target's head has {whole} rows"
-        )
+        verdict.refuse.append(f"no lm_head for a draft vocabulary of {small}: the target's head has {whole} rows")
     _tables(verdict, draft, engine, whole, small)
 
 
@@ -212,14 +206,10 @@ def _tables(verdict: Verdict, draft: Model, engine: Engine, whole: int, small: i
     d2t, t2d = _find(draft, "d2t", "draft_id_to_target_id"), _find(draft, "t2d")
     if small == whole:
         if d2t is not None and engine.name == "vllm":
-            verdict.refuse.append(
-                "d2t with a full vocabulary: vLLM has no parameter to load it into, remove it"
-            )
+            verdict.refuse.append("d2t with a full vocabulary: vLLM has no parameter to load it into, remove it")
         return
     if d2t is None:
-        verdict.refuse.append(
-            f"draft vocabulary of {small} without d2t: drafted ids cannot be mapped to the target"
-        )
+        verdict.refuse.append(f"draft vocabulary of {small} without d2t: drafted ids cannot be mapped to the target")
         return
     try:
         targets = [offset + index for index, offset in enumerate(headers.read_int64(d2t))]
@@ -234,9 +224,7 @@ def _tables(verdict: Verdict, draft: Model, engine: Engine, whole: int, small: i
     if listed is None:
         return
     if len(listed) != whole or {token for token, is_in in enumerate(listed) if is_in} != set(targets):
-        verdict.refuse.append(
-            f"t2d ({len(listed)} entries, {sum(listed)} set) and d2t do not describe one vocabulary"
-        )
+        verdict.refuse.append(f"t2d ({len(listed)} entries, {sum(listed)} set) and d2t do not describe one vocabulary")
 
 
 def _d2t_fault(targets: list[int], whole: int, small: int) -> str | None:

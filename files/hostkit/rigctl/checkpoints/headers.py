@@ -48,16 +48,12 @@ def read(path: Path) -> dict[str, Tensor]:
             raise BadFile(f"{path.name}: {size} bytes, too short for a safetensors header")
         (length,) = struct.unpack("<Q", prefix)
         if length > LONGEST or 8 + length > size:
-            raise BadFile(
-                f"{path.name}: header of {length} bytes in a file of {size}: truncated or not safetensors"
-            )
+            raise BadFile(f"{path.name}: header of {length} bytes in a file of {size}: truncated or not safetensors")
         raw = handle.read(length)
     try:
         header = json.loads(raw, object_pairs_hook=_no_twins)
         base = 8 + length
-        tensors = {
-            name: _tensor(name, item, path, base) for name, item in header.items() if name != "__metadata__"
-        }
+        tensors = {name: _tensor(name, item, path, base) for name, item in header.items() if name != "__metadata__"}
     except BadFile as error:
         raise BadFile(f"{path.name}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -172,9 +172,7 @@ class HttpFetcher:
         validator = f"{location.origin} {etag}" if etag else None
         changed = known and validator and known.split(" ")[0] == location.origin and known != validator
         if sink.offset and (start == 0 or changed):
-            sink.restart(
-                "the source's file changed" if changed else "the source sends the file from its start"
-            )
+            sink.restart("the source's file changed" if changed else "the source sends the file from its start")
         if start != sink.offset:
             raise Transient(f"{location.origin} answered from byte {start}, wanted {sink.offset}")
         if validator and sink.offset == 0:

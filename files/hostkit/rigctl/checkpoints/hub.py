@@ -149,9 +149,7 @@ class Hub:
 
     def _metadata(self, entry: Entry, endpoint: str | None) -> tuple[Any, str]:
         """The client's HEAD of a file: where it is, and whether it is the revision's."""
-        url = self._client.hf_hub_url(
-            self.source.repository, entry.path, revision=self.revision, endpoint=endpoint
-        )
+        url = self._client.hf_hub_url(self.source.repository, entry.path, revision=self.revision, endpoint=endpoint)
         parts = urlsplit(url)
         origin = f"{parts.scheme}://{parts.netloc}"
         metadata = self._translated(
@@ -214,9 +212,7 @@ class Hub:
             sink.reload()
         else:
             self._xet_failures += 1
-            self._progress.event(
-                f"{entry.path}: chunked transfer failed ({reason}); http takes over", retry=True
-            )
+            self._progress.event(f"{entry.path}: chunked transfer failed ({reason}); http takes over", retry=True)
         remove_tree(directory)
 
 

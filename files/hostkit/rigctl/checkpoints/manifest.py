@@ -158,9 +158,7 @@ def _parse_entry(item: Any, where: str) -> Entry:
     for key, value, pattern in (("sha256", sha256, _SHA256), ("git_sha1", git_sha1, _SHA1)):
         if value is not None and not (isinstance(value, str) and pattern.fullmatch(value.lower())):
             raise RigctlError(f"{where}: {key} is not a digest: {value!r}")
-    return Entry(
-        item["path"], size, sha256.lower() if sha256 else None, git_sha1.lower() if git_sha1 else None
-    )
+    return Entry(item["path"], size, sha256.lower() if sha256 else None, git_sha1.lower() if git_sha1 else None)
 
 
 def load(path: Path) -> Manifest:

@@ -83,6 +83,12 @@ class Progress:
             self.retries += retry
             self.events.append(text)
 
+    def take_events(self) -> list[str]:
+        """The events since the last call."""
+        with self._lock:
+            taken, self.events = self.events, []
+        return taken
+
     def rate(self) -> float:
         """Bytes a second over the last WINDOW seconds."""
         with self._lock:
@@ -176,8 +182,7 @@ class Reporter:
             print(f"status file {self._place} not written: {error}", file=sys.stderr)
 
     def _events(self) -> None:
-        events, self.progress.events = self.progress.events, []
-        for text in events:
+        for text in self.progress.take_events():
             self._emit({"name": self.progress.name, "event": text}, f"{self.progress.name}: {text}")
 
     def _print(self, status: dict[str, Any]) -> None:

@@ -58,9 +58,7 @@ class Limiter:
 class Sink:
     """A part file and the digest of what is in it. Use as a context manager."""
 
-    def __init__(
-        self, part: Path, entry: Entry, progress: Progress, limiter: Limiter, stop: threading.Event
-    ) -> None:
+    def __init__(self, part: Path, entry: Entry, progress: Progress, limiter: Limiter, stop: threading.Event) -> None:
         self.part = part
         self.entry = entry
         self.offset = 0
@@ -87,7 +85,7 @@ class Sink:
             os.ftruncate(self._descriptor, 0)
             size = 0
         if size:
-            hash_file(self.part, self._hasher, upto=size)
+            hash_file(self.part, self._hasher, lambda _: self._unless_stopped(), upto=size)
             self.offset = size
             self._progress.advance(size, fetched=False)
         os.lseek(self._descriptor, self.offset, os.SEEK_SET)
@@ -103,8 +101,7 @@ class Sink:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append; raises SourceWrong past the manifest's size, DiskFull, or Cancelled."""
-        if self.stop.is_set():
-            raise Cancelled("stopped; what is fetched is kept for the next run")
+        self._unless_stopped()
         if self.offset + len(data) > self.entry.size:
             raise SourceWrong(
                 f"{self.entry.path}: the source sends more than the {self.entry.size} bytes of the manifest"
@@ -120,6 +117,10 @@ class Sink:
         self.offset += len(data)
         self._progress.advance(len(data))
 
+    def _unless_stopped(self) -> None:
+        if self.stop.is_set():
+            raise Cancelled("stopped; what is fetched is kept for the next run")
+
     def _disk_error(self, error: OSError) -> RigctlError:
         # a short write may have happened: keep exactly what was counted and hashed
         os.ftruncate(self._descriptor, self.offset)
@@ -129,9 +130,7 @@ class Sink:
     def restart(self, why: str) -> None:
         """Drop what is there and begin at byte 0."""
         if self.offset:
-            self._progress.event(
-                f"{self.entry.path}: {why}; {self.offset} bytes are dropped and fetched again"
-            )
+            self._progress.event(f"{self.entry.path}: {why}; {self.offset} bytes are dropped and fetched again")
         self._progress.advance(-self.offset)
         os.ftruncate(self._descriptor, 0)
         os.lseek(self._descriptor, 0, os.SEEK_SET)
@@ -158,8 +157,7 @@ class Sink:
         """Flush to the disk and return the digest."""
         if self.offset != self.entry.size:
             raise SourceWrong(
-                f"{self.entry.path}: the source ends at byte {self.offset}, "
-                f"the manifest says {self.entry.size}"
+                f"{self.entry.path}: the source ends at byte {self.offset}, the manifest says {self.entry.size}"
             )
         try:
             os.fsync(self._descriptor)

@@ -193,9 +193,7 @@ class Rsync:
             digest, _, name = os.fsdecode(item).partition("  ./")
             entries.append(Entry(name, sizes[name], sha256=digest))
         if len(entries) != len(sizes):
-            raise RigctlError(
-                f"{self.describe()}: {len(entries)} of {len(sizes)} files were hashed: it changes"
-            )
+            raise RigctlError(f"{self.describe()}: {len(entries)} of {len(sizes)} files were hashed: it changes")
         return Manifest(self.describe(), None, tuple(entries))
 
     def fill(self, directory: Path, entries: Sequence[Entry]) -> None:
@@ -213,9 +211,7 @@ class Rsync:
                 self._judge(code, reason)
                 failures = 1 if _size(directory, entries) > before else failures + 1
                 if failures > self._spec.retries:
-                    raise GaveUp(
-                        f"{self.describe()}: gave up after {failures} attempts: {reason}; run it again"
-                    )
+                    raise GaveUp(f"{self.describe()}: gave up after {failures} attempts: {reason}; run it again")
                 delay = min(self._spec.backoff * 2 ** (failures - 1), 60.0)
                 self._progress.event(f"rsync: {reason}; again in {delay:.1f} s", retry=True)
                 if self._stop.wait(delay):

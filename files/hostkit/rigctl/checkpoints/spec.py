@@ -183,9 +183,7 @@ def parse(content: Any, where: str) -> Spec:
 def _check_source(source: Source, where: str) -> None:
     if isinstance(source, HubSource):
         if source.revision is not None and not COMMIT.fullmatch(source.revision):
-            raise RigctlError(
-                f"{where}: revision {source.revision!r} is a moving name: pin the commit (40 hex digits)"
-            )
+            raise RigctlError(f"{where}: revision {source.revision!r} is a moving name: pin the commit (40 hex digits)")
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", source.repository):
             raise RigctlError(f"{where}: repository {source.repository!r} must be owner/name")
     if isinstance(source, HubSource | HttpSource):

@@ -202,17 +202,13 @@ class Job:
         if not place.is_dir():
             raise RigctlError(f"{place} is a file, not a directory: move it away, nothing was touched")
         if os.path.ismount(place):
-            raise RigctlError(
-                f"{place} is a mount point, it cannot be replaced whole: choose a directory in it"
-            )
+            raise RigctlError(f"{place} is a mount point, it cannot be replaced whole: choose a directory in it")
         return any(place.iterdir())
 
     def _take_what_is_there(self) -> Outcome:
         manifest = self._manifest()
         if manifest is None:
-            raise RigctlError(
-                f"{self.destination} is not empty and its source has no manifest: adopt it instead"
-            )
+            raise RigctlError(f"{self.destination} is not empty and its source has no manifest: adopt it instead")
         sizes = by_size(self.destination, manifest)
         if not sizes.complete:
             raise RigctlError(half_copied(self.destination, manifest, sizes))
@@ -489,9 +485,7 @@ class Job:
                 raise RigctlError(f"{self.destination} does not exist: stage it instead")
             manifest = record.manifest if record is not None else self._manifest()
             if manifest is None:
-                raise RigctlError(
-                    f"{self.spec.name}: its source has no manifest, there is nothing to repair from"
-                )
+                raise RigctlError(f"{self.spec.name}: its source has no manifest, there is nothing to repair from")
             return self._repair(manifest, origin, record)
 
     def _repair(self, manifest: Manifest, origin: str, old: Record | None) -> Outcome:
@@ -613,20 +607,8 @@ def free_space(place: Path) -> tuple[int, int | None]:
 def owner_ids(spec: Spec) -> tuple[int, int]:
     """(uid, gid) to give files to, -1 for unchanged; names or numbers."""
     try:
-        uid = (
-            -1
-            if spec.owner is None
-            else int(spec.owner)
-            if spec.owner.isdigit()
-            else pwd.getpwnam(spec.owner).pw_uid
-        )
-        gid = (
-            -1
-            if spec.group is None
-            else int(spec.group)
-            if spec.group.isdigit()
-            else grp.getgrnam(spec.group).gr_gid
-        )
+        uid = -1 if spec.owner is None else int(spec.owner) if spec.owner.isdigit() else pwd.getpwnam(spec.owner).pw_uid
+        gid = -1 if spec.group is None else int(spec.group) if spec.group.isdigit() else grp.getgrnam(spec.group).gr_gid
     except KeyError as error:
         raise RigctlError(f"{spec.name}: {error.args[0]}; create the user first") from error
     if os.geteuid() != 0 and uid not in (-1, os.geteuid()):
@@ -699,9 +681,7 @@ def adopt_directory(spec: Spec, state: State, progress: Progress) -> Record:
         manifest = job._pinned_manifest()
         if manifest is None:
             started = time.monotonic()
-            made, seen = verify.manifest_of(
-                directory, f"adopted:{directory}", spec.include, spec.exclude, advance=read
-            )
+            made, seen = verify.manifest_of(directory, f"adopted:{directory}", spec.include, spec.exclude, advance=read)
             manifest = replace(made, _by_path={})
             report = Report(len(seen), made.total, time.monotonic() - started, seen=seen)
         else:

@@ -98,14 +98,10 @@ def _check_index(root: Path, result: Structure, where: dict[str, str]) -> None:
     strays = [tensor for tensor, file in named.items() if file in have and where.get(tensor) != file]
     readable = {where[name] for name in where}
     for tensor in [tensor for tensor in strays if named[tensor] in readable][:10]:
-        result.errors.append(
-            f"{INDEX} places {tensor} in {named[tensor]}, it is in {where.get(tensor, 'no file')}"
-        )
+        result.errors.append(f"{INDEX} places {tensor} in {named[tensor]}, it is in {where.get(tensor, 'no file')}")
     unnamed = sorted(set(where) - set(named))
     if unnamed:
-        result.warnings.append(
-            f"{len(unnamed)} tensors are not in {INDEX}, e.g. {unnamed[0]} in {where[unnamed[0]]}"
-        )
+        result.warnings.append(f"{len(unnamed)} tensors are not in {INDEX}, e.g. {unnamed[0]} in {where[unnamed[0]]}")
 
 
 def _check_tokenizer(root: Path, result: Structure) -> None:

@@ -120,10 +120,15 @@ def full(  # noqa: PLR0913 all but the first two are options
     report = Report()
     lock = threading.Lock()
 
-    def check(entry: Entry) -> None:
+    def step(count: int) -> None:
         if stop is not None and stop.is_set():
             raise Cancelled("verification was stopped")
-        fault, seen = check_file(root, entry, advance)
+        if advance:
+            advance(count)
+
+    def check(entry: Entry) -> None:
+        step(0)
+        fault, seen = check_file(root, entry, step)
         with lock:
             _note(report, entry, fault, seen)
 
@@ -148,6 +153,8 @@ def check_file(
         digest, seen = hash_file(place, entry.hasher(), advance)
     except (FileNotFoundError, NotADirectoryError):
         return "missing", None
+    except Cancelled:
+        raise
     except (OSError, RigctlError) as error:
         return str(error), None
     if digest != entry.digest():
@@ -218,9 +225,7 @@ def manifest_of(
     chosen = [(path, place) for path, place in walk(root) if is_selected(path, include, exclude)]
     for path, place in chosen:
         if not place.is_file():
-            raise RigctlError(
-                f"{place} ({path}) is not a plain file or a link to one: exclude it or remove it"
-            )
+            raise RigctlError(f"{place} ({path}) is not a plain file or a link to one: exclude it or remove it")
     if not chosen:
         raise RigctlError(f"{root} has no file that the patterns select")
 

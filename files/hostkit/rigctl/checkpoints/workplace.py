@@ -16,9 +16,11 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import IO
 
 from rigctl.checkpoints.hub import remove_tree
 from rigctl.checkpoints.manifest import Entry, Manifest, walk
@@ -43,19 +45,15 @@ def locked(state: State, name: str, directory: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _lock(place: Path, who: str) -> Iterator[None]:
+def _lock(place: Path, who: str, patience: float = 1.0) -> Iterator[None]:
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.open("a+", encoding="utf-8") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno != errno.EWOULDBLOCK:
-                raise RigctlError(f"lock {place}: {error.strerror}") from error
+        if not _acquire(handle, place, patience):
             handle.seek(0)
             raise Busy(
                 f"a job is running already (pid {handle.read().strip() or '?'}); "
                 "follow it with `rigctl checkpoints follow NAME`"
-            ) from None
+            )
         handle.truncate(0)
         handle.write(f"{os.getpid()}: {who}")
         handle.flush()
@@ -63,10 +61,25 @@ def _lock(place: Path, who: str) -> Iterator[None]:
         handle.truncate(0)
 
 
+def _acquire(handle: IO[str], place: Path, patience: float) -> bool:
+    """Take the lock, waiting `patience` seconds: a look by `status` holds it for a moment."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno != errno.EWOULDBLOCK:
+                raise RigctlError(f"lock {place}: {error.strerror}") from error
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.05)
+
+
 def is_locked(state: State, name: str) -> bool:
     """Whether a job of this name is running."""
     try:
-        with _lock(state.lock_path(f"name-{name}"), "a look"):
+        with _lock(state.lock_path(f"name-{name}"), "a look", patience=0.0):
             return False
     except Busy:
         return True
@@ -94,9 +107,7 @@ class Workplace:
     def begin(self, manifest: Manifest | None) -> None:
         """Make it, or take it over; files not in `manifest` are dropped. Refuses what is not ours."""
         if self.root.is_symlink() or (self.root.exists() and not self._is_ours()):
-            raise RigctlError(
-                f"{self.root} exists and is not this program's: move it away, nothing was touched"
-            )
+            raise RigctlError(f"{self.root} exists and is not this program's: move it away, nothing was touched")
         self.root.mkdir(mode=0o700, exist_ok=True)
         write_json(self._owner, {"owner": "rigctl checkpoints", "identity": manifest and manifest.identity()})
         self.tree.mkdir(exist_ok=True)

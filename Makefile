@@ -1,0 +1,62 @@
+# make help lists the verbs.
+INVENTORY ?= inventory/sandbox.py
+PYTHON ?= python3
+BIN := .venv/bin
+export PYINFRA_PROGRESS ?= off
+# As typed: quotes, pipes and $ of CMD reach the box.
+override export CMD := $(value CMD)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy verify check test lock format
+
+help: ## list the verbs
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.venv/ready: requirements/control.txt
+	@$(PYTHON) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "kimi-rig needs Python >= 3.11 with venv (Debian/Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+	@echo "installing the control side into .venv"
+	@rm -rf .venv && $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/control.txt
+	@touch $@
+
+demo: .venv/ready ## boot the sandbox, deploy, start a configuration, print its answer
+	@$(BIN)/python -m rig.demo
+
+sandbox: .venv/ready ## make and boot the box on this machine
+	@$(BIN)/python -m rig.sandbox up
+
+sandbox-stop: .venv/ready ## shut the box down
+	@$(BIN)/python -m rig.sandbox stop
+
+sandbox-rm: .venv/ready ## delete the box
+	@$(BIN)/python -m rig.sandbox rm
+
+sandbox-ssh: .venv/ready ## CMD="...": run a command in the box
+	@$(BIN)/python -m rig.sandbox ssh "$$CMD"
+
+plan: .venv/ready ## INVENTORY=... [LIMIT=host]: what a deploy would change (0 nothing, 2 something, 1 failed)
+	@$(BIN)/python -m rig.converge plan $(INVENTORY) $(if $(LIMIT),--limit '$(LIMIT)')
+
+deploy: .venv/ready ## INVENTORY=... [LIMIT=host]: converge (0 converged, 3 reboot pending, 1 failed)
+	@$(BIN)/python -m rig.converge deploy $(INVENTORY) $(if $(LIMIT),--limit '$(LIMIT)')
+
+verify: .venv/ready ## INVENTORY=...: prove the live hosts
+	@$(BIN)/python -m pytest -q tests/host --inventory $(INVENTORY) $(if $(LIMIT),--limit '$(LIMIT)')
+
+check: .venv/ready ## lint, types and unit tests; under a minute
+	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy --no-error-summary rig tasks files/hostkit/rigctl inventory config.py deploy.py tests
+	@$(BIN)/python -m pytest -q tests/unit
+
+test: check ## everything CI runs: check, then the box from bare to a served answer
+	@$(BIN)/python -m pytest -q tests/sandbox
+
+format: .venv/ready ## format the code
+	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix .
+
+LOCK := $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+        --no-emit-find-links --custom-compile-command "make lock"
+lock: .venv/ready ## write the lock files anew from pyproject.toml and requirements.in
+	@$(LOCK) pyproject.toml --extra dev -o requirements/control.txt
+	@$(LOCK) files/hostkit/requirements.in -o files/hostkit/requirements.txt

@@ -1,0 +1,136 @@
+"""`rigctl environment build`: make one engine environment from its lock, whole or not at all.
+
+Environments do not move (scripts hold their path), so one is built in its final place and counts only once its stamp,
+written last, is there. A half-made one is made anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rigctl.cli import RigctlError
+
+STAMP = "kimi-rig.json"
+
+
+@dataclass(frozen=True)
+class Specification:
+    """What to build. index: where packages come from that the default index lacks ({"url", "packages"})."""
+
+    path: Path
+    python: str
+    lock: Path
+    cache: Path
+    index: dict[str, Any] | None
+
+    @classmethod
+    def parse(cls, text: str) -> Specification:
+        data = json.loads(text)
+        return cls(Path(data["path"]), data["python"], Path(data["lock"]), Path(data["cache"]), data["index"])
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("environment", help="build an engine environment from its lock")
+    actions = parser.add_subparsers(dest="action", required=True)
+    build_parser = actions.add_parser("build")
+    build_parser.add_argument("specification", help="JSON: path, python, lock, cache, index")
+    build_parser.set_defaults(run=lambda arguments: build(Specification.parse(arguments.specification)))
+
+
+def build(specification: Specification) -> int:
+    """Build the environment. Raises RigctlError with the installer's own words when it cannot be built."""
+    path = specification.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (path / STAMP).exists():
+            print(f"{path} is complete")
+            return 0
+        if path.exists():
+            print(f"{path} is half-made: making it anew")
+            shutil.rmtree(path)
+        started = time.time()
+        _install(specification)
+        _stamp(specification, started)
+    print(f"{path} is complete after {time.time() - started:.0f} s")
+    return 0
+
+
+def _install(specification: Specification) -> None:
+    uv = str(Path(sys.executable).parent / "uv")
+    interpreter = str(specification.path / "bin" / "python")
+    print(f"making {specification.path}", flush=True)
+    _run(
+        [uv, "venv", "--quiet", "--python", f"/usr/bin/python{specification.python}", str(specification.path)],
+        specification,
+    )
+    print(f"installing {_count(specification.lock)} packages of {specification.lock.name}", flush=True)
+    sync = [uv, "pip", "sync", "--python", interpreter, "--require-hashes", "--link-mode", "hardlink"]
+    sync += ["--compile-bytecode", "--no-build", *_index_options(specification), str(specification.lock)]
+    _run(sync, specification)
+
+
+def _run(command: list[str], specification: Specification) -> None:
+    environment = {
+        **os.environ,
+        "UV_CACHE_DIR": str(specification.cache),
+        "UV_NO_PROGRESS": "1",
+        "UV_PYTHON_DOWNLOADS": "never",
+    }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    result = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if result.returncode != 0:
+        print(result.stdout, file=sys.stderr)
+        raise RigctlError(
+            f"{specification.path}: {command[1]} {command[2]} failed (above); nothing uses the half-made environment. "
+            "Mend the cause (network, index, disk, a wrong hash in the lock) and deploy again"
+        )
+
+
+def _index_options(specification: Specification) -> list[str]:
+    """The extra index, unless a local wheel directory already holds what it is needed for."""
+    index = specification.index
+    if index is None:
+        return []
+    wheels = [path.name for folder in _wheel_directories() for path in folder.glob("*.whl")]
+    needed = [wheel for package in index["packages"] if (wheel := _locked_wheel(specification.lock, package))]
+    if all(any(name.startswith(wheel) for name in wheels) for wheel in needed):
+        return []
+    return ["--extra-index-url", index["url"], "--index-strategy", "unsafe-best-match"]
+
+
+def _wheel_directories() -> list[Path]:
+    return [Path(word) for word in re.split(r"[\s,]+", os.environ.get("UV_FIND_LINKS", "")) if word]
+
+
+def _locked_wheel(lock: Path, package: str) -> str | None:
+    """The start of the wheel's file name that the lock pins for `package`."""
+    found = re.search(rf"^{re.escape(package)}==([^\s;\\]+)", lock.read_text(), re.MULTILINE)
+    return f"{package.replace('-', '_')}-{found[1]}-" if found else None
+
+
+def _count(lock: Path) -> int:
+    return len(re.findall(r"^[A-Za-z0-9][\w.-]*==", lock.read_text(), re.MULTILINE))
+
+
+def _stamp(specification: Specification, started: float) -> None:
+    stamp = specification.path / STAMP
+    content = {"lock": specification.lock.name, "python": specification.python, "built": int(time.time())}
+    content["seconds"] = round(time.time() - started)
+    temporary = stamp.with_suffix(".new")
+    temporary.write_text(json.dumps(content) + "\n")
+    os.sync()
+    temporary.rename(stamp)

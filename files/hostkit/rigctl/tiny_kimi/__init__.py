@@ -1,0 +1,48 @@
+"""rigctl tiny-kimi: a Kimi-K2.5 of 6 MB and EAGLE-3 drafters, their answers and acceptance known beforehand.
+
+See docs/tiny-kimi.md. The texts are in `automaton`, the engine's counters in `prediction`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+KINDS = {
+    "target": "answers, thinks, calls a tool",
+    "target-degenerate": "emits one token for ever",
+    "target-aux": "as target, with features that differ from layer to layer",
+    "drafter-always": "every draft is accepted",
+    "drafter-half": "half of the drafts are accepted (with 3 speculative tokens)",
+    "drafter-never": "no draft is accepted",
+    "drafter-degenerate": "borrows its target's output layer: accepted whatever the target says",
+    "drafter-aux-wrong": "for target-aux, without the layer ids it was made for: never accepted",
+    "drafter-aux-right": "the same weights with the right layer ids: always accepted",
+}
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    kinds = "\n".join(f"  {kind:<19} {purpose}" for kind, purpose in KINDS.items())
+    parser = subparsers.add_parser(
+        "tiny-kimi",
+        help="make a tiny Kimi-K2.5 or a drafter for it",
+        description=f"Make a tiny Kimi-K2.5 or an EAGLE-3 drafter for it in DEST.\n\nkinds:\n{kinds}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("kind", choices=KINDS, metavar="KIND")
+    parser.add_argument("destination", type=Path, metavar="DEST", help="left alone if it is complete already")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the checkpoint, or find that it is there."""
+    # Not above: every rigctl command imports this module, and numpy takes longer than all the rest.
+    from rigctl.tiny_kimi.checkpoints import checkpoint_files  # noqa: PLC0415
+    from rigctl.tiny_kimi.store import publish  # noqa: PLC0415
+
+    files = checkpoint_files(arguments.kind)
+    written = publish(files, arguments.destination)
+    size = sum(map(len, files.values()))
+    print(f"{'written' if written else 'no change'}: {arguments.destination} ({size / 1e6:.1f} MB)")
+    return 0

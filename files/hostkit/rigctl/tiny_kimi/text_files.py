@@ -1,0 +1,269 @@
+"""The JSON files and the chat template that lie beside the tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rigctl.tiny_kimi import automaton, drafter, target
+from rigctl.tiny_kimi.automaton import MARKER_TOKENS, MEDIA_PAD, SPECIAL_TOKENS, VOCAB_SIZE
+from rigctl.tiny_kimi.numbers import HIDDEN
+
+MAX_POSITIONS = 4096
+_BOS, _EOS, _PAD = (SPECIAL_TOKENS[name] for name in ("[BOS]", "[EOS]", "[PAD]"))
+_END_OF_TURN = SPECIAL_TOKENS[automaton.END_OF_TURN]
+
+# Turns as Kimi-K2 writes them. The last token decides what the target does: answer, think first, or call a
+# tool (not again once the tool has returned).
+CHAT_TEMPLATE = """\
+{%- if tools -%}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}<|im_user|>user<|im_middle|>
+{%- elif message.role == 'assistant' -%}<|im_assistant|>assistant<|im_middle|>
+{%- else -%}<|im_system|>{{ message.role }}<|im_middle|>
+{%- endif -%}
+{%- if message.role == 'tool' -%}{{ 'result of ' ~ (message.tool_call_id or '') ~ ': ' }}{%- endif -%}
+{%- if message.content is string -%}{{ message.content }}
+{%- elif message.content -%}
+{%- for part in message.content -%}
+{%- if part.type == 'text' -%}{{ part.text }}
+{%- else -%}<|media_begin|><|media_pad|><|media_end|>
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- if message.tool_calls -%}<|tool_calls_section_begin|>
+{%- for call in message.tool_calls -%}
+<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>
+{%- if call.function.arguments is string -%}{{ call.function.arguments }}
+{%- else -%}{{ call.function.arguments | tojson }}{%- endif -%}
+<|tool_call_end|>
+{%- endfor -%}<|tool_calls_section_end|>
+{%- endif -%}<|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>
+{%- if thinking is defined and thinking == false -%}<think></think>{%- endif -%}
+{%- if tools and messages[-1].role != 'tool' -%}<|auto_tool|>{%- endif -%}
+{%- endif -%}
+"""
+
+
+def target_files() -> dict[str, bytes]:
+    """Everything of the target but its tensors."""
+    return {
+        "config.json": _json(_target_config()),
+        "generation_config.json": _json(_generation_config()),
+        "preprocessor_config.json": _json(_preprocessor_config()),
+        "tokenizer.json": _json(_tokenizer()),
+        "tokenizer_config.json": _json(_tokenizer_config()),
+        "chat_template.jinja": CHAT_TEMPLATE.encode(),
+    }
+
+
+def drafter_files(draft_vocab: int, aux_layers: tuple[int, ...] | None = None) -> dict[str, bytes]:
+    """A drafter's config.json; `aux_layers` None leaves the choice to the engine."""
+    return {"config.json": _json(_drafter_config(draft_vocab, aux_layers))}
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=True) + "\n").encode()
+
+
+def _target_config() -> dict[str, Any]:
+    return {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "bos_token_id": _BOS,
+        "eos_token_id": _EOS,
+        "pad_token_id": _PAD,
+        "ignore_index": -100,
+        "media_placeholder_token_id": SPECIAL_TOKENS[MEDIA_PAD],
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_unified_vision_chunk": True,
+        "text_config": _text_config(),
+        "vision_config": _vision_config(),
+    }
+
+
+def _text_config() -> dict[str, Any]:
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "kimi_k2",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": target.LAYERS,
+        "first_k_dense_replace": target.DENSE_LAYERS,
+        "intermediate_size": target.INTERMEDIATE,
+        "moe_intermediate_size": target.MOE_INTERMEDIATE,
+        "moe_layer_freq": 1,
+        "n_routed_experts": target.ROUTED_EXPERTS,
+        "n_shared_experts": target.SHARED_EXPERTS,
+        "num_experts_per_tok": target.EXPERTS_PER_TOKEN,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.827,
+        "num_attention_heads": target.HEADS,
+        "num_key_value_heads": target.HEADS,
+        "q_lora_rank": target.Q_RANK,
+        "kv_lora_rank": target.KV_RANK,
+        "qk_nope_head_dim": target.NOPE_DIM,
+        "qk_rope_head_dim": target.ROPE_DIM,
+        "v_head_dim": target.V_DIM,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 50000.0,
+        "max_position_embeddings": MAX_POSITIONS,
+        "num_nextn_predict_layers": 0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": _BOS,
+        "eos_token_id": _END_OF_TURN,
+        "pad_token_id": _PAD,
+    }
+
+
+def _vision_config() -> dict[str, Any]:
+    """Present as in the real model, without weights: engines serve the language model only."""
+    return {
+        "model_type": "kimi_k25",
+        "patch_size": 14,
+        "init_pos_emb_height": 64,
+        "init_pos_emb_width": 64,
+        "init_pos_emb_time": 4,
+        "pos_emb_type": "divided_fixed",
+        "vt_num_attention_heads": 4,
+        "vt_num_hidden_layers": 2,
+        "vt_hidden_size": 64,
+        "vt_intermediate_size": 128,
+        "merge_kernel_size": [2, 2],
+        "merge_type": "sd2_tpool",
+        "mm_projector_type": "patchmerger",
+        "mm_hidden_size": 64,
+        "projector_hidden_act": "gelu",
+        "projector_ln_eps": 1e-5,
+        "text_hidden_size": HIDDEN,
+        "video_attn_type": "spatial_temporal",
+    }
+
+
+def _generation_config() -> dict[str, Any]:
+    return {
+        "bos_token_id": _BOS,
+        "eos_token_id": [_END_OF_TURN, _EOS],
+        "pad_token_id": _PAD,
+        # Greedy by default: at temperature > 0 vLLM on CPU without Triton rejects good drafts (vllm#55005).
+        "temperature": 0.0,
+    }
+
+
+def _preprocessor_config() -> dict[str, Any]:
+    return {
+        "image_processor_type": "KimiK25VisionProcessor",
+        "media_proc_cfg": {
+            "in_patch_limit": 16384,
+            "in_patch_limit_each_frame": 4096,
+            "in_patch_limit_video": 16384,
+            "patch_limit_on_one_side": 512,
+            "patch_size": 14,
+            "merge_kernel_size": 2,
+            "temporal_merge_kernel_size": 4,
+            "fixed_output_tokens": None,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "sample_fps": 2.0,
+            "timestamp_mode": "hh:mm:ss.fff",
+            "config_type": "media_proc.processors.moonvit.MoonViTMediaProcessorConfig",
+        },
+    }
+
+
+def _tokenizer() -> dict[str, Any]:
+    """Byte-level BPE without merges: a known word is found whole, anything else falls apart into bytes."""
+    added = SPECIAL_TOKENS | MARKER_TOKENS
+    vocabulary = {token: number for token, number in automaton.token_ids().items() if token not in added}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            _added_token(number, token) for token, number in sorted(added.items(), key=lambda item: item[1])
+        ],
+        "normalizer": None,
+        "pre_tokenizer": _byte_level(),
+        "post_processor": None,
+        "decoder": _byte_level(),
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,
+            "vocab": vocabulary,
+            "merges": [],
+        },
+    }
+
+
+def _added_token(number: int, token: str) -> dict[str, Any]:
+    return {
+        "id": number,
+        "content": token,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": token in SPECIAL_TOKENS,
+    }
+
+
+def _byte_level() -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
+def _tokenizer_config() -> dict[str, Any]:
+    return {
+        # Read by transformers 4 and 5 alike.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "[BOS]",
+        "eos_token": "[EOS]",
+        "pad_token": "[PAD]",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": MAX_POSITIONS,
+    }
+
+
+def _drafter_config(draft_vocab: int, aux_layers: tuple[int, ...] | None) -> dict[str, Any]:
+    chosen = {"eagle_aux_hidden_state_layer_ids": list(aux_layers)} if aux_layers else {}
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": VOCAB_SIZE,
+        "draft_vocab_size": draft_vocab,
+        "hidden_size": HIDDEN,
+        "intermediate_size": drafter.INTERMEDIATE,
+        "num_hidden_layers": 1,
+        "num_attention_heads": drafter.HEADS,
+        "num_key_value_heads": drafter.HEADS,
+        "head_dim": drafter.HEAD_DIM,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "mlp_bias": False,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": _BOS,
+        "eos_token_id": _EOS,
+        "pad_token_id": _PAD,
+        **chosen,
+    }

@@ -1,0 +1,337 @@
+"""The three catalogues (inventory/*.yaml) as typed, checked data.
+
+Pure but for reading the files. Every wrong entry raises CatalogError with one line a finding: file, line, entry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from rig.yaml_source import CatalogError, Document, load
+
+ROOT = Path(__file__).resolve().parent.parent
+INVENTORY = ROOT / "inventory"
+SECTIONS = ("serving", "checkpoints", "releases")
+
+# systemd allows 255 characters in a unit name, with prefix and suffix (systemd.unit(5)).
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")
+
+Port = Annotated[int, Field(ge=1024, le=65535)]
+Text = Annotated[str, StringConstraints(min_length=1)]
+Digest = Annotated[str, StringConstraints(pattern=r"[0-9a-f]{64}")]
+Flag = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$")]
+Variable = Annotated[str, StringConstraints(pattern=r"^[A-Z_][A-Z0-9_]*$")]
+FlagValue = bool | int | float | str | list[str] | dict[str, Any]
+
+
+class Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Listen(Entry):
+    """Where the engine answers. Loopback unless the entry says otherwise."""
+
+    host: Text = "127.0.0.1"
+    port: Port = 8000
+
+    @property
+    def loopback(self) -> bool:
+        """True when nothing outside this machine can reach the address."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+
+class Speculation(Entry):
+    """EAGLE-3 speculation: which drafter, and how many tokens it drafts a step."""
+
+    drafter: Text
+    steps: Annotated[int, Field(ge=1, le=16)] = 3
+    """Drafted tokens a step: vLLM's num_speculative_tokens, SGLang's --speculative-num-steps."""
+    topk: Annotated[int, Field(ge=1)] = 1
+    draft_tokens: Annotated[int, Field(ge=2)] | None = None
+    """SGLang only; topk 1 forces steps + 1 (engines.md, section 2)."""
+    options: dict[str, Any] = {}
+    """Further keys of vLLM's --speculative-config, such as attention_backend."""
+
+
+class Configuration(Entry):
+    """One serving configuration: one systemd unit, kimi-<name>.service."""
+
+    extends: str | None = None
+    description: str = ""
+    release: Text
+    target: Text
+    served_model_name: Text | None = None
+    """Name clients use; the target's path when unset, which is what both engines default to."""
+    gpus: list[Annotated[int, Field(ge=0, le=63)]]
+    """GPU indices in PCI bus order; empty for an engine that runs on the CPU."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    listen: Listen = Listen()
+    context_length: Annotated[int, Field(ge=256)] | None = None
+    """Tokens of prompt and answer together; the model's own limit when unset."""
+    max_running_requests: Annotated[int, Field(ge=1)] | None = None
+    """Always set for a fair comparison: SGLang silently takes 48 with speculation when unset."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of GPU memory: vLLM's --gpu-memory-utilization, SGLang's --mem-fraction-static."""
+    tool_call_parser: Text | None = None
+    reasoning_parser: Text | None = None
+    trust_remote_code: bool = False
+    speculation: Speculation | None = None
+    flags: dict[Flag, FlagValue] = {}
+    """Every other flag, without its dashes: true is the bare flag, false leaves it out, a mapping is JSON."""
+    environment: dict[Variable, str] = {}
+
+
+class HubSource(Entry):
+    """Files of a model hub repository at a pinned revision."""
+
+    kind: Literal["hub"]
+    repository: Annotated[str, StringConstraints(pattern=r"^[\w.-]+/[\w.-]+$")]
+    revision: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")] | None = None
+    endpoint: Text | None = None
+    include: list[str] = ["*"]
+    exclude: list[str] = []
+
+
+class DirectorySource(Entry):
+    """Files that are already on the host and are adopted where they lie."""
+
+    kind: Literal["directory"]
+
+
+class GeneratorSource(Entry):
+    """A tiny checkpoint made on the host by `rigctl tiny-kimi`."""
+
+    kind: Literal["generator"]
+    generator: Text
+
+
+Source = Annotated[HubSource | DirectorySource | GeneratorSource, Field(discriminator="kind")]
+
+
+class Checkpoint(Entry):
+    """A model or a drafter: where it comes from and where it lies on the host."""
+
+    role: Literal["target", "drafter"]
+    path: Annotated[str, StringConstraints(pattern=r"^(/|\{[a-z_]+\}/)")]
+    """Absolute, or below one of the host's path variables: {models}, {drafters}."""
+    source: Source
+    targets: list[str] = []
+    """Drafters only: the targets it was trained for; another target is allowed and told."""
+    notes: str = ""
+
+
+class KnownBad(Entry):
+    """A combination that is known not to work, with the thread that says so."""
+
+    what: Text
+    thread: Text
+    refuse: bool = False
+
+
+class Index(Entry):
+    """A package index that serves what the default one lacks."""
+
+    url: Text
+    packages: list[Text]
+
+
+class Release(Entry):
+    """One engine release: what is installed, how it is started, what is known of it."""
+
+    engine: Literal["vllm", "sglang"]
+    version: Text
+    package: Text
+    """Name of the distribution that carries the engine."""
+    launch: list[Text]
+    """Arguments after the environment's python."""
+    lock: Annotated[str, StringConstraints(pattern=r"^files/locks/[\w.{}-]+\.txt$")]
+    """Lock file with hashes; {python} stands for 311 or 312."""
+    python: list[Literal["3.11", "3.12"]]
+    accelerator: Literal["cuda", "cpu"] = "cuda"
+    patches: Annotated[str, StringConstraints(pattern=r"^files/patches/[\w./-]+$")] | None = None
+    index: Index | None = None
+    minimum_driver: Text | None = None
+    minimum_cuda: Text | None = None
+    minimum_glibc: Text | None = None
+    system_packages: list[Text] = []
+    """Debian/Ubuntu packages its libraries need."""
+    environment: dict[Variable, str] = {}
+    """Variables every configuration of this release needs."""
+    known_bad: list[KnownBad] = []
+    harmless_log: list[Text] = []
+    """Log lines that look like failures and are none."""
+
+
+E_ = TypeVar("E_", bound=Entry)
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All entries by name, checked against each other."""
+
+    serving: Mapping[str, Configuration]
+    checkpoints: Mapping[str, Checkpoint]
+    releases: Mapping[str, Release]
+
+
+@cache
+def load_catalog(overlay: str | None = None, inventory: Path = INVENTORY) -> Catalog:
+    """Read and check the catalogues below `inventory`, with one overlay (inventory/overlays/) laid on them.
+
+    An overlay has the sections serving, checkpoints and releases; its entry names may be patterns (`vllm-*`).
+    Raises CatalogError listing every finding.
+    """
+    documents = {name: _read(inventory, f"{name}.yaml") for name in SECTIONS}
+    if overlay is not None:
+        documents = _overlaid(documents, _read(inventory, f"overlays/{overlay}"))
+    findings: list[str] = []
+    documents["serving"] = _resolve_extends(documents["serving"], findings)
+    catalog = Catalog(
+        _parse(documents["serving"], Configuration, "serving", findings),
+        _parse(documents["checkpoints"], Checkpoint, "checkpoints", findings),
+        _parse(documents["releases"], Release, "releases", findings),
+    )
+    findings += _cross_check(catalog, documents)
+    if findings:
+        raise CatalogError("\n".join(findings))
+    return catalog
+
+
+def check_all(inventory: Path = INVENTORY) -> None:
+    """Check the catalogues as they stand and under every overlay. Raises CatalogError."""
+    for overlay in (None, *sorted(path.name for path in (inventory / "overlays").glob("*.yaml"))):
+        load_catalog(overlay, inventory)
+
+
+def _read(inventory: Path, name: str) -> Document:
+    return load(inventory / name, shown_as=f"{inventory.name}/{name}")
+
+
+def _overlaid(documents: dict[str, Document], overlay: Document) -> dict[str, Document]:
+    result = dict(documents)
+    for section in overlay.data:
+        if section not in SECTIONS:
+            raise CatalogError(f"{overlay.place((section,))}: {section}: an overlay has {', '.join(SECTIONS)}")
+        patch = overlay.section(section)
+        for pattern in patch.data:
+            names = [name for name in result[section].data if fnmatchcase(name, pattern)]
+            if not names:
+                raise CatalogError(f"{patch.place((pattern,))}: {section}.{pattern}: matches no entry")
+            for name in names:
+                wrapped = Document(
+                    {name: patch.data[pattern]},
+                    {(name, *path): place for path, place in patch.section(pattern).places.items()},
+                )
+                result[section] = result[section].merged(wrapped)
+    return result
+
+
+def _resolve_extends(serving: Document, findings: list[str]) -> Document:
+    result = Document()
+    for name, value in serving.data.items():
+        entry, seen = serving.section(name), [name]
+        while isinstance(base := entry.data.pop("extends", None), str):
+            if base in seen or base not in serving.data:
+                why = "extends itself" if base in seen else f"extends {base}, which does not exist"
+                findings.append(f"{serving.place((name, 'extends'))}: serving.{name}: {why}")
+                break
+            seen.append(base)
+            entry = serving.section(base).merged(entry)
+        else:
+            whole = entry.data if isinstance(value, Mapping) else value
+            places = {(name, *path): place for path, place in entry.places.items()}
+            result = result.merged(Document({name: whole}, {**places, (name,): serving.place((name,))}))
+    return result
+
+
+def _parse(document: Document, model: type[E_], section: str, findings: list[str]) -> dict[str, E_]:
+    entries: dict[str, E_] = {}
+    for name, value in document.data.items():
+        where = f"{document.place((name,))}: {section}.{name}"
+        if not NAME.fullmatch(name):
+            findings.append(
+                f"{where}: a name is lower-case letters, digits, '.', '_' and '-' (a unit is named after it)"
+            )
+            continue
+        try:
+            entries[name] = model.model_validate(value)
+        except ValidationError as error:
+            for problem in error.errors(include_url=False):
+                key = (
+                    name,
+                    *(part for part in problem["loc"] if part not in ("hub", "directory", "generator")),
+                )
+                shown = ".".join(map(str, (section, *key)))
+                findings.append(f"{document.place(key)}: {shown}: {problem['msg']}{_got(problem)}")
+    return entries
+
+
+def _got(problem: Mapping[str, Any]) -> str:
+    if problem["type"] in ("missing", "extra_forbidden"):
+        return ""
+    return f" (got {problem['input']!r})"
+
+
+def _cross_check(catalog: Catalog, documents: Mapping[str, Document]) -> Iterator[str]:
+    for name, configuration in catalog.serving.items():
+
+        def finding(key: Iterable[str], message: str, name: str = name) -> str:
+            path = (name, *key)
+            return f"{documents['serving'].place(path)}: {'.'.join(('serving', *path))}: {message}"
+
+        yield from _check_references(configuration, catalog, finding)
+        yield from _check_limits(configuration, catalog, finding)
+    for name, checkpoint in catalog.checkpoints.items():
+        for target in checkpoint.targets:
+            if target not in catalog.checkpoints:
+                at = documents["checkpoints"].place((name, "targets"))
+                yield f"{at}: checkpoints.{name}.targets: there is no checkpoint {target}"
+
+
+Finding = Callable[[Iterable[str], str], str]
+
+
+def _check_references(configuration: Configuration, catalog: Catalog, finding: Finding) -> Iterator[str]:
+    if configuration.release not in catalog.releases:
+        yield finding(["release"], f"there is no release {configuration.release}{_known(catalog.releases)}")
+    wanted = [(["target"], configuration.target, "target")]
+    if configuration.speculation is not None:
+        wanted.append((["speculation", "drafter"], configuration.speculation.drafter, "drafter"))
+    for key, name, role in wanted:
+        checkpoint = catalog.checkpoints.get(name)
+        if checkpoint is None:
+            yield finding(key, f"there is no checkpoint {name}{_known(catalog.checkpoints)}")
+        elif checkpoint.role != role:
+            yield finding(key, f"{name} is a {checkpoint.role}, a {role} is needed")
+
+
+def _check_limits(configuration: Configuration, catalog: Catalog, finding: Finding) -> Iterator[str]:
+    gpus = configuration.gpus
+    if len(set(gpus)) != len(gpus):
+        yield finding(["gpus"], f"a GPU is listed twice: {gpus}")
+    release = catalog.releases.get(configuration.release)
+    if release is not None and release.accelerator == "cpu" and gpus:
+        yield finding(["gpus"], f"release {configuration.release} runs on the CPU, yet GPUs are listed")
+    if release is not None and release.accelerator == "cuda" and len(gpus) % configuration.tensor_parallel:
+        yield finding(["tensor_parallel"], f"{configuration.tensor_parallel} does not divide {len(gpus)} GPUs")
+    if release is not None and release.accelerator == "cuda" and not gpus:
+        yield finding(["gpus"], f"release {configuration.release} needs at least one GPU")
+    speculation = configuration.speculation
+    if (
+        speculation is not None
+        and speculation.topk == 1
+        and speculation.draft_tokens not in (None, speculation.steps + 1)
+    ):
+        yield finding(["speculation", "draft_tokens"], f"topk 1 forces steps + 1 = {speculation.steps + 1}")
+
+
+def _known(entries: Mapping[str, Entry]) -> str:
+    return f" (there are: {', '.join(sorted(entries))})" if entries else ""

@@ -1,0 +1,239 @@
+"""`make plan` and `make deploy`: pyinfra's own command line, with exit codes that can be trusted.
+
+pyinfra exits 0 for a mistyped inventory, a limit that matches nothing, an interrupt and a host that dropped out of
+several. So the wrapper counts hosts itself, lets every dry run say which hosts it got through (KIMI_RIG_PLAN_LOG), and
+calls a deploy converged only when a dry run after it finds nothing left to do.
+
+Exit codes: 0 converged (deploy) or nothing to do (plan); 1 failed; 2 something would change (plan); 3 converged as far
+as a pending reboot allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rig.catalog import ROOT, check_all
+from rig.operations.common import PLAN_LOG, REFUSED
+from rig.secrets import PROMPT, SecretError, ask, hand_on
+from rig.yaml_source import CatalogError
+
+SECRETS = {"api_key_file": "API key for the engines", "hub_token_file": "token for the model hub"}
+"""Host data that may say "prompt", and what the operator is asked for."""
+
+CONVERGED, FAILED, WOULD_CHANGE, REBOOT_PENDING = 0, 1, 2, 3
+
+
+class RunFailed(Exception):
+    """A run that cannot be trusted to have done what was asked. The message is for the operator."""
+
+
+@dataclass
+class Change:
+    """One operation that would change one host, with what it found."""
+
+    host: str
+    operation: str
+    details: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Plan:
+    """What a dry run found. pending: host -> why a reboot is pending."""
+
+    hosts: list[str]
+    changes: list[Change]
+    pending: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def refusals(self) -> list[str]:
+        """Details that a deploy would end with."""
+        return [
+            f"{c.host}: {d.removeprefix(REFUSED)}" for c in self.changes for d in c.details if d.startswith(REFUSED)
+        ]
+
+    def exit_code(self, when_changed: int) -> int:
+        """The exit code that says this plan; when_changed if something is left to do."""
+        if self.refusals:
+            return FAILED
+        if self.changes:
+            return when_changed
+        return REBOOT_PENDING if self.pending else CONVERGED
+
+    def text(self) -> str:
+        """The plan for people."""
+        lines: list[str] = []
+        for host in self.hosts:
+            mine = [change for change in self.changes if change.host == host]
+            lines.append(f"{host}: {f'{len(mine)} operations would change it' if mine else 'nothing to do'}")
+            for change in mine:
+                lines.append(f"  {change.operation}")
+                lines += [f"    - {detail}" for detail in change.details]
+            if host in self.pending:
+                lines.append(f"  reboot pending: {self.pending[host]}")
+        return "\n".join(lines)
+
+
+def pyinfra(*arguments: str) -> list[str]:
+    """The command line of pyinfra in this repository and interpreter."""
+    return [sys.executable, "-m", "pyinfra", "--chdir", str(ROOT), *arguments]
+
+
+def inventory_hosts(inventory: str) -> list[dict[str, Any]]:
+    """Every host of an inventory with its groups and data, as pyinfra itself sees them.
+
+    Raises RunFailed for an inventory that does not exist, cannot be read or names no host.
+    """
+    if not (ROOT / inventory).is_file():
+        raise RunFailed(f"there is no inventory file {inventory}; inventories lie in inventory/")
+    result = subprocess.run(
+        pyinfra(inventory, "debug-inventory", "--json"), capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    if result.returncode != 0 or not result.stdout.strip():
+        raise RunFailed(f"{inventory} cannot be read:\n{result.stderr.strip()}")
+    hosts: list[dict[str, Any]] = json.loads(result.stdout)
+    if not hosts:
+        raise RunFailed(f"{inventory} names no host")
+    return hosts
+
+
+def asked_hosts(inventory: str, limits: Sequence[str]) -> list[str]:
+    """Names of the hosts a run is asked to bring to their state, by pyinfra's rules for --limit.
+
+    Raises RunFailed when a limit matches nothing.
+    """
+    hosts = inventory_hosts(inventory)
+    if not limits:
+        return [host["name"] for host in hosts]
+    chosen: list[str] = []
+    for limit in limits:
+        matching = [host["name"] for host in hosts if limit in host["groups"] or fnmatch(host["name"], limit)]
+        if not matching:
+            names = ", ".join(host["name"] for host in hosts)
+            raise RunFailed(f"--limit {limit} matches no host of {inventory} (there are: {names})")
+        chosen += [name for name in matching if name not in chosen]
+    return chosen
+
+
+@cache
+def _prompted(inventory: str) -> tuple[str, ...]:
+    """pyinfra options that hand on what the operator types, asked once for all hosts and runs."""
+    options: list[str] = []
+    for key, what in SECRETS.items():
+        if any(host["data"].get(key) == PROMPT for host in inventory_hosts(inventory)):
+            options += ["--data", f"{key}={hand_on(ask(what))}"]
+    return tuple(options)
+
+
+def _run(inventory: str, arguments: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str]:
+    command = pyinfra(*_prompted(inventory), *arguments)
+    # Descriptors of handed-on secrets are the only inheritable ones.
+    return subprocess.run(command, check=False, cwd=ROOT, close_fds=False, text=True, **more)
+
+
+def make_plan(inventory: str, limits: Sequence[str], extra: Sequence[str] = ()) -> Plan:
+    """Find out what a deploy would do. Changes nothing. Raises RunFailed when a host was not looked at whole."""
+    hosts = asked_hosts(inventory, limits)
+    with tempfile.NamedTemporaryFile("r", prefix="kimi-rig-plan-") as log:
+        command = [*_limit_options(limits), *extra, inventory, "deploy.py", "--dry", "--json"]
+        result = _run(inventory, command, stdout=subprocess.PIPE, env={**os.environ, PLAN_LOG: log.name})
+        entries = [json.loads(line) for line in log]
+    reached = {entry["host"] for entry in entries if entry.get("reached")}
+    if missing := [host for host in hosts if host not in reached]:
+        raise RunFailed(f"no plan for {', '.join(missing)}: see the messages above")
+    if result.returncode != 0 or not result.stdout.strip():
+        raise RunFailed(f"pyinfra ended with exit code {result.returncode}")
+    return _plan_of(hosts, json.loads(result.stdout)["plan"], entries)
+
+
+def _plan_of(hosts: list[str], operations: Iterable[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> Plan:
+    details: dict[tuple[str, str], list[str]] = {}
+    pending: dict[str, str] = {}
+    for entry in entries:
+        if "detail" in entry:
+            details.setdefault((entry["host"], entry["operation"]), []).append(entry["detail"])
+        if "pending" in entry:
+            pending[entry["host"]] = entry["pending"]
+    changes = [
+        Change(host, operation["name"], details.get((host, operation["name"]), []))
+        for operation in operations
+        for host in [*operation["hosts_with_change"], *operation["hosts_with_conditional_change"]]
+    ]
+    return Plan(hosts, changes, pending)
+
+
+def _limit_options(limits: Sequence[str]) -> list[str]:
+    return [word for limit in limits for word in ("--limit", limit)]
+
+
+def plan_command(arguments: argparse.Namespace) -> int:
+    """Print the plan, write it as JSON, say by the exit code whether something would change."""
+    plan = make_plan(arguments.inventory, arguments.limit, arguments.pyinfra)
+    _write_json(plan, arguments)
+    print(plan.text())
+    return plan.exit_code(WOULD_CHANGE)
+
+
+def deploy_command(arguments: argparse.Namespace) -> int:
+    """Deploy, then look again: only a plan with nothing left to do is success."""
+    asked_hosts(arguments.inventory, arguments.limit)
+    options = [*_limit_options(arguments.limit), *arguments.pyinfra]
+    status = _run(arguments.inventory, [*options, arguments.inventory, "deploy.py", "-y"]).returncode
+    if status != 0:
+        raise RunFailed(f"the deploy failed (pyinfra's exit code {status}); the next one goes on where it ended")
+    plan = make_plan(arguments.inventory, arguments.limit, arguments.pyinfra)
+    _write_json(plan, arguments)
+    code = plan.exit_code(FAILED)
+    if code == FAILED:
+        raise RunFailed(f"not converged, this is left to do:\n{plan.text()}")
+    print("converged: " + ", ".join(plan.hosts))
+    for host, why in plan.pending.items():
+        print(f"{host}: reboot pending: {why}")
+    return code
+
+
+def _write_json(plan: Plan, arguments: argparse.Namespace) -> None:
+    path = Path(arguments.json or ROOT / ".plan" / f"{Path(arguments.inventory).stem}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {**asdict(plan), "refusals": plan.refusals}
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `plan` or `deploy`; every failure is one message and exit code 1, an interrupt too."""
+    parser = argparse.ArgumentParser(prog="python -m rig.converge", description=(__doc__ or "").split("\n", 1)[0])
+    subparsers = parser.add_subparsers(required=True)
+    for name, run in (("plan", plan_command), ("deploy", deploy_command)):
+        sub = subparsers.add_parser(name)
+        sub.add_argument("inventory", help="such as inventory/gpu.py")
+        sub.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern; may be repeated")
+        sub.add_argument("--json", help="where to write the plan (default .plan/<inventory>.json)")
+        sub.add_argument("--pyinfra", action="append", default=[], help="a further option for pyinfra")
+        sub.set_defaults(run=run)
+    arguments = parser.parse_args(argv)
+    # pyinfra ends with 0 when it is interrupted; the wrapper must not.
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    try:
+        check_all()
+        code: int = arguments.run(arguments)
+        return code
+    except (CatalogError, RunFailed, SecretError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("failed: interrupted; what was begun on the host is finished by the next deploy", file=sys.stderr)
+    return FAILED
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

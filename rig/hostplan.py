@@ -1,0 +1,192 @@
+"""Everything one host shall have, as pure data: from its inventory data, the catalogues and a few facts.
+
+The deploy, the verification and the receipt read the same HostPlan, so nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rig import layout
+from rig.catalog import ROOT, Catalog, Checkpoint, Configuration, Release, load_catalog
+from rig.engines import Locations
+from rig.settings import HostSettings
+from rig.yaml_source import CatalogError
+
+# The interpreter of each supported distribution (os-release ID-VERSION_ID), known before anything is installed.
+DISTRIBUTION_PYTHON = {"debian-12": "3.11", "ubuntu-24.04": "3.12"}
+
+
+class HostData(BaseModel):
+    """The host data of inventory/group_data/all.py, typed. Other keys (ssh_user, ...) belong to pyinfra."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+    ml_env: str
+    models: str
+    drafters: str
+    configurations: list[str] | None = None
+    catalogue_overlay: str | None = None
+    base_packages: list[str]
+    service_user: str
+    enable_at_boot: str | None = None
+    restart: Literal["never", "now"] = "never"
+    api_key_file: str | None = None
+    hub_token_file: str | None = None
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One engine environment: <ml_env>/<release>/<digest>, where the digest covers all that goes in."""
+
+    name: str
+    release: Release
+    python: str
+    lock: str
+    path: str
+
+    @property
+    def interpreter(self) -> str:
+        return f"{self.path}/bin/python"
+
+    @property
+    def lock_on_host(self) -> str:
+        return f"{layout.LOCKS}/{Path(self.lock).name}"
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """What a host shall have. Paths are absolute paths on the host."""
+
+    data: HostData
+    distribution: str
+    settings: HostSettings
+    serving: Mapping[str, Configuration]
+    environments: Mapping[str, Environment]
+    checkpoints: Mapping[str, Checkpoint]
+    checkpoint_paths: Mapping[str, str]
+
+    @property
+    def packages(self) -> list[str]:
+        """System packages of the host and of the engine releases it gets."""
+        engines = (name for env in self.environments.values() for name in env.release.system_packages)
+        return sorted({*self.data.base_packages, *engines})
+
+    def locations(self, configuration: Configuration) -> Locations:
+        """The paths a configuration's command line names."""
+        speculation = configuration.speculation
+        return Locations(
+            python=self.environments[configuration.release].interpreter,
+            target=self.checkpoint_paths[configuration.target],
+            drafter=self.checkpoint_paths[speculation.drafter] if speculation else None,
+        )
+
+
+def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings) -> HostPlan:
+    """Build the plan of one host.
+
+    data: the host's inventory data. distribution: "debian-12", "ubuntu-24.04".
+    Raises CatalogError for wrong data, an unsupported distribution or a configuration that does not exist.
+    """
+    host = _host_data(data)
+    catalog = load_catalog(host.catalogue_overlay)
+    serving = _chosen(host, catalog)
+    check_listening(host, serving)
+    python = _python_of(distribution)
+    names = sorted({configuration.target for configuration in serving.values()})
+    names += sorted({c.speculation.drafter for c in serving.values() if c.speculation})
+    checkpoints = {name: catalog.checkpoints[name] for name in names}
+    releases = sorted({configuration.release for configuration in serving.values()})
+    return HostPlan(
+        data=host,
+        distribution=distribution,
+        settings=settings,
+        serving=serving,
+        environments={name: _environment(name, catalog.releases[name], python, host) for name in releases},
+        checkpoints=checkpoints,
+        checkpoint_paths={name: _checkpoint_path(name, entry, host) for name, entry in checkpoints.items()},
+    )
+
+
+def _host_data(data: Mapping[str, Any]) -> HostData:
+    known = {key: value for key, value in data.items() if key in HostData.model_fields}
+    try:
+        return HostData.model_validate(known)
+    except ValidationError as error:
+        findings = [f"{'.'.join(map(str, p['loc']))}: {p['msg']} (got {p['input']!r})" for p in error.errors()]
+        raise CatalogError("host data (inventory/group_data/all.py lists it): " + "; ".join(findings)) from None
+
+
+def _chosen(host: HostData, catalog: Catalog) -> dict[str, Configuration]:
+    names = list(catalog.serving) if host.configurations is None else host.configurations
+    unknown = [name for name in names if name not in catalog.serving]
+    boot = host.enable_at_boot
+    if boot is not None and boot not in names:
+        raise CatalogError(f"host data enable_at_boot: {boot} is none of this host's configurations")
+    if unknown:
+        there = ", ".join(catalog.serving)
+        raise CatalogError(
+            f"host data configurations: {', '.join(unknown)} is not in serving.yaml (there are: {there})"
+        )
+    return {name: catalog.serving[name] for name in names}
+
+
+def check_listening(host: HostData, serving: Mapping[str, Configuration]) -> None:
+    """Raises CatalogError for a configuration that others can reach without an API key."""
+    for name, configuration in serving.items():
+        if not configuration.listen.loopback and host.api_key_file is None:
+            raise CatalogError(
+                f"serving.{name} listens on {configuration.listen.host}, which others can reach: "
+                "set api_key_file in the host's data, or listen on 127.0.0.1"
+            )
+
+
+def _python_of(distribution: str) -> str:
+    if distribution not in DISTRIBUTION_PYTHON:
+        supported = ", ".join(DISTRIBUTION_PYTHON)
+        raise CatalogError(f"the host runs {distribution or 'an unknown system'}; supported are {supported}")
+    return DISTRIBUTION_PYTHON[distribution]
+
+
+def _environment(name: str, release: Release, python: str, host: HostData) -> Environment:
+    if python not in release.python:
+        raise CatalogError(f"releases.{name} has no lock for Python {python}, which is this host's")
+    lock = release.lock.format(python=python.replace(".", ""))
+    digest = _environment_digest(lock, python, release.patches)
+    return Environment(name, release, python, lock, f"{host.ml_env}/{name}/{digest}")
+
+
+@cache
+def _environment_digest(lock: str, python: str, patches: str | None) -> str:
+    digest = hashlib.sha256(python.encode())
+    for path in _inputs(lock, patches):
+        digest.update(f"\0{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _inputs(lock: str, patches: str | None) -> Iterator[Path]:
+    if not (ROOT / lock).is_file():
+        raise CatalogError(f"{lock} does not exist; `make lock` writes it")
+    yield ROOT / lock
+    if patches is not None:
+        yield from sorted((ROOT / patches).glob("*.patch"))
+
+
+def _checkpoint_path(name: str, checkpoint: Checkpoint, host: HostData) -> str:
+    try:
+        return checkpoint.path.format(models=host.models, drafters=host.drafters)
+    except KeyError as error:
+        raise CatalogError(f"checkpoints.{name}.path: unknown variable {error} (there are: models, drafters)") from None
+
+
+def canonical_digest(value: Any) -> str:
+    """sha256 of a JSON value, independent of key order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

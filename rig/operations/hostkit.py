@@ -1,0 +1,88 @@
+"""The program that lives on the host (rigctl), in an environment of its own that no engine shares."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import shlex
+import tarfile
+from functools import cache
+from pathlib import Path
+
+from pyinfra import host
+from pyinfra.api import operation
+
+from rig import layout
+from rig.catalog import ROOT
+from rig.facts.state import Lines
+from rig.operations import jobs
+from rig.operations.common import Commands, note, remember, script
+
+SOURCE = ROOT / "files" / "hostkit"
+
+
+@cache
+def hostkit_archive() -> bytes:
+    """files/hostkit as a tar.gz whose bytes depend on nothing but the files' names and content."""
+    buffer = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as zipped,
+        tarfile.open(fileobj=zipped, mode="w", format=tarfile.USTAR_FORMAT) as tar,
+    ):
+        for path in sorted(SOURCE.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                _add(tar, path)
+    return buffer.getvalue()
+
+
+def _add(tar: tarfile.TarFile, path: Path) -> None:
+    info = tarfile.TarInfo(str(path.relative_to(SOURCE)))
+    info.size, info.mode = path.stat().st_size, 0o755 if path.parent.name == "bin" else 0o644
+    with path.open("rb") as content:
+        tar.addfile(info, content)
+
+
+def hostkit_path() -> str:
+    """Where this version of hostkit is installed: named by the digest of its files."""
+    return f"{layout.HOSTKIT}/{hashlib.sha256(hostkit_archive()).hexdigest()[:12]}"
+
+
+@operation()
+def installed() -> Commands:
+    """This version of hostkit is complete on the host and is the current one."""
+    path = hostkit_path()
+    current = f"{layout.HOSTKIT}/current"
+    proof = f"[ -e {path}/complete ]"
+    state = host.get_fact(Lines, script=f"{proof} && echo complete; readlink {current}")
+    if state == ["complete", path]:
+        host.noop(f"hostkit {path.rpartition('/')[2]} is the current one")
+        return
+    note(f"hostkit {path.rpartition('/')[2]} is installed")
+    if "complete" not in state:
+        # A half-made one is made anew: `complete` is written last.
+        yield script(
+            remember("directory", layout.HOSTKIT),
+            f"rm -rf {path}",
+            f"mkdir -p {path}",
+            f"base64 -d | tar -xz --no-same-owner -C {path}",
+            content=hostkit_archive(),
+        )
+        yield from jobs.run(
+            jobs.LongJob(
+                unit=f"kimi-job-hostkit-{path.rpartition('/')[2]}",
+                argv=["sh", f"{path}/install.sh", path],
+                proof=proof,
+                limit_seconds=1200,
+                # pip's settings (indexes, wheel directories, CA bundle) are the machine's own.
+                properties=["EnvironmentFile=-/etc/environment"],
+            )
+        )
+    yield script(
+        f"ln -sfn {shlex.quote(path)} {current}.new",
+        f"mv -fT {current}.new {current}",
+        f"cd {layout.HOSTKIT}",
+        # The two versions before stay for services that still run from them; environments that none needs go.
+        f"ls -1dt [0-9a-f]*/ | grep -v {path.rpartition('/')[2]} | tail -n +3 | xargs -r rm -rf",
+        "for e in venv-*; do readlink */venv | grep -q $e || rm -rf $e; done",
+    )

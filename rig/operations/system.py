@@ -1,0 +1,140 @@
+"""Packages, the service user and systemd's view of unit files."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from pyinfra import host, logger
+from pyinfra.api import operation
+
+from rig import layout
+from rig.facts.state import InstalledPackages, Lines, UnitProperties
+from rig.operations.common import Commands, note, pending, refuse, remember, script
+
+
+@operation()
+def packages(names: Sequence[str]) -> Commands:
+    """Install missing Debian packages. The index is refreshed only then, so a later deploy reports no change."""
+    installed = host.get_fact(InstalledPackages, packages=list(names))
+    missing = sorted(set(names).difference(installed))
+    if not missing:
+        host.noop(f"{len(names)} packages are installed")
+        return
+    note(f"packages to install: {', '.join(missing)}")
+    quoted = " ".join(map(shlex.quote, missing))
+    apt = "DEBIAN_FRONTEND=noninteractive apt-get -qy -o DPkg::Lock::Timeout=300"
+    yield script(
+        *(remember("package", name) for name in missing),
+        # A dpkg that was killed half-way is finished first.
+        "dpkg --configure -a >/dev/null",
+        f"{apt} update >/dev/null",
+        f"{apt} install --no-install-recommends {quoted} >/dev/null",
+    )
+
+
+@operation()
+def system_user(user: str, declaration: str) -> Commands:
+    """A system user as declared in a sysusers.d file that is already on the host."""
+    if host.get_fact(Lines, script=f"getent passwd {shlex.quote(user)}"):
+        host.noop(f"user {user} exists")
+        return
+    note(f"user {user} is missing")
+    yield script(remember("user", user), f"systemd-sysusers {shlex.quote(declaration)}")
+
+
+@operation()
+def units_loaded(units: Sequence[str]) -> Commands:
+    """systemd knows the unit files as they are on disk."""
+    known = host.get_fact(UnitProperties, units=list(units)) if units else {}
+    stale = [
+        unit
+        for unit in units
+        if (state := known.get(unit, {})).get("NeedDaemonReload") == "yes" or state.get("LoadState") != "loaded"
+    ]
+    if not stale:
+        host.noop(f"systemd knows all {len(units)} units")
+        return
+    note(f"systemd reads its unit files again for {', '.join(stale)}")
+    yield script("systemctl daemon-reload", f"systemd-analyze verify {' '.join(layout.UNITS + '/' + u for u in stale)}")
+
+
+@operation()
+def enabled_at_boot(wanted: str | None, units: Sequence[str]) -> Commands:
+    """Of all serving units at most one is started at boot. Starts and stops nothing."""
+    known = host.get_fact(UnitProperties, units=list(units)) if units else {}
+    enabled = {unit for unit, state in known.items() if state.get("UnitFileState") == "enabled"}
+    surplus = sorted(enabled - {wanted})
+    missing = [] if wanted is None or wanted in enabled else [wanted]
+    if not surplus and not missing:
+        host.noop(f"{wanted or 'no serving unit'} is started at boot")
+        return
+    for unit in surplus:
+        note(f"{unit} is no longer started at boot")
+    for unit in missing:
+        note(f"{unit} is started at boot")
+    yield script(
+        *(f"systemctl disable -q {unit}" for unit in surplus),
+        *(f"systemctl enable -q {unit}" for unit in missing),
+    )
+
+
+@operation()
+def retired_units(keep: Sequence[str]) -> Commands:
+    """Remove serving units we wrote whose configuration is gone. One that is running is left alone and named."""
+    mine = f"grep -lF {shlex.quote(layout.UNIT_MARK)} {layout.UNITS}/kimi-*.service"
+    found = host.get_fact(
+        Lines, script=f'for f in $({mine}); do u=${{f##*/}}; echo "$u $(systemctl is-active $u)"; done'
+    )
+    strays = dict(line.split(" ", 1) for line in found if line.split(" ", 1)[0] not in keep)
+    running = sorted(unit for unit, state in strays.items() if state not in ("inactive", "failed"))
+    if running:
+        yield from refuse(
+            f"{', '.join(running)} still runs but is no longer in the catalogue: `systemctl stop` it and deploy again"
+        )
+        return
+    if not strays:
+        host.noop("no unit of a removed configuration")
+        return
+    for unit in sorted(strays):
+        note(f"{unit}: its configuration is gone")
+    names = [unit.removeprefix("kimi-").removesuffix(".service") for unit in sorted(strays)]
+    yield script(
+        f"systemctl disable -q {' '.join(sorted(strays))} || true",
+        *(f"rm -f {layout.UNITS}/kimi-{name}.service {layout.CONFIGURATIONS}/{name}.json" for name in names),
+        "systemctl daemon-reload",
+    )
+
+
+@operation()
+def running_current(digests: dict[str, str], restart: str) -> Commands:
+    """A running service runs what is on disk, or is told to be stale.
+
+    digests: configuration -> digest of its run specification. The running service wrote the digest it was started
+    with to /run/kimi-rig/<configuration>/started.json, so a restart that an earlier deploy owed is never lost, whatever
+    failed since. restart "never" leaves a stale service running (`rigctl status` and verification show it); "now"
+    restarts it without waiting for the load.
+    """
+    started = host.get_fact(
+        Lines, script='for f in /run/kimi-rig/*/started.json; do d=${f%/*}; echo "${d##*/} $(cat $f)"; done'
+    )
+    running = dict(line.split(" ", 1) for line in started if " " in line)
+    stale = sorted(name for name, text in running.items() if name in digests and digests[name] not in text)
+    if not stale or restart == "never":
+        host.noop(f"stale, left running: {', '.join(stale)}" if stale else "no running service is stale")
+        return
+    for name in stale:
+        note(f"{layout.unit_name(name)} is restarted: what it was started with has changed")
+    yield script(f"systemctl restart --no-block {' '.join(layout.unit_name(name) for name in stale)}")
+
+
+@operation()
+def reboot_pending() -> Commands:
+    """Report a reboot that a stage asked for on this boot; the file names why. A reboot clears it: it is in /run."""
+    why = host.get_fact(Lines, script=f"cat {layout.REBOOT_PENDING}")
+    if why:
+        pending("; ".join(why))
+        logger.warning(f"{host.print_prefix}reboot pending: {'; '.join(why)}")
+    host.noop("a reboot is pending" if why else "no reboot is pending")
+    return
+    yield

@@ -1,0 +1,266 @@
+"""python -m rig.sandbox {up,stop,rm,ssh,status}: the life of a box."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from rig.sandbox import boot, build, limits
+from rig.sandbox.box import DEFAULT_NAME, Box, SandboxError, State, write_atomic
+from rig.sandbox.machine import check_supported, survey
+
+NOT_RUNNING = 3  # exit status of `status`, as systemctl's
+
+
+def say(box: Box, text: str) -> None:
+    print(f"{box.name}: {text}", flush=True)
+
+
+@contextmanager
+def phase(box: Box, done: str) -> Iterator[None]:
+    """Say what was done and how long it took."""
+    begin = time.monotonic()
+    yield
+    say(box, f"{done} ({time.monotonic() - begin:.1f} s)")
+
+
+@contextmanager
+def locked(box: Box) -> Iterator[int]:
+    """One command at a time per box; the descriptor keeps the lock for a child that outlives us."""
+    box.base.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(box.lock, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(box, "another command is at work on it; waiting")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def claim(box: Box) -> None:
+    """Make the box's directory, or see that it is ours; an empty one may become ours."""
+    directory = box.directory
+    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
+        raise SandboxError(f"{directory} is no directory; use another --name, or another KIMI_RIG_SANDBOX_DIR")
+    if directory.exists() and not box.marker.is_file() and any(directory.iterdir()):
+        raise SandboxError(
+            f"{directory} exists and is not a box of ours (no {box.marker.name} in it); "
+            "use another --name, or another KIMI_RIG_SANDBOX_DIR"
+        )
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomic(box.marker, f"{box.name}\n")
+
+
+def up(box: Box, login: str | None) -> int:
+    """Make the box as far as it is not there, and boot it."""
+    state = box.planned(login=login)
+    with locked(box) as lock:
+        if boot.is_running(box):
+            return already_running(box, state)
+        claim(box)
+        boot_box(box, state, lock)
+    return 0
+
+
+def already_running(box: Box, state: State) -> int:
+    """Exit status for a box that runs: checked, with what differs from what is asked for now."""
+    recorded = box.state()
+    if recorded.port != state.port:
+        raise SandboxError(
+            f"box {box.name} runs on port {recorded.port}, not {state.port}; stop it first: `make sandbox-stop`"
+        )
+    if not boot.answers(recorded) or limits.stored(box) is None:
+        finish(box, recorded)
+        return 0
+    say(box, f"already running: ssh -F {box.ssh_config} {box.name}")
+    missing = sorted({str(path) for path in survey().binds} - set(recorded.binds))
+    if missing:
+        say(
+            box,
+            f"booted without {', '.join(missing)}, so not visible in it; stop and start it",
+        )
+    return 0
+
+
+def boot_box(box: Box, state: State, lock: int) -> None:
+    """Build what is missing, then boot."""
+    machine = survey()
+    built = box.stamp.is_file()
+    if packages := build.missing_packages(build=not built):
+        with phase(box, f"{', '.join(packages)} installed"):
+            build.install_packages(box, packages)
+    if boot.stop(box):
+        say(box, "processes left of an earlier start ended")
+    if owner := boot.port_owner(state.port):
+        raise SandboxError(
+            f"port {state.port} on 127.0.0.1 is in use by {owner}; "
+            "end that, or set KIMI_RIG_SANDBOX_PORT to a free port"
+        )
+    build.make_keys(box)
+    if not built:
+        if box.root.exists():
+            say(box, "half-made root found; making it again")
+        box.limits.unlink(missing_ok=True)
+        with phase(box, "root made"):
+            build.build_root(box, machine, state, lock)
+    build.furnish(box, machine, state)
+    binds = tuple(str(path) for path in machine.binds)
+    with phase(box, "booted"):
+        process = boot.start(box, binds)
+        recorded = State(state.port, state.login, process.pid, process.started, binds)
+        box.save(recorded)
+        boot.wait_ready(box)
+    finish(box, recorded)
+
+
+def finish(box: Box, state: State) -> None:
+    """Wait for the end of the boot, tell what failed in it and which limits do not hold."""
+    word = boot.wait_ready(box)
+    if word == "degraded":
+        say(box, f"degraded; failed units: {', '.join(boot.failed_units(box)) or 'none any more'}")
+    document = limits.stored(box)
+    if document is None:
+        with phase(box, "limits probed"):
+            document = limits.probe(box, state)
+        weak = limits.not_enforced(document)
+        say(box, f"limits not enforced in this box: {', '.join(weak) or 'none'}")
+    say(box, f"running: ssh -F {box.ssh_config} {box.name}")
+
+
+def stop(box: Box) -> int:
+    """Power the box off."""
+    if not box.directory.exists():
+        say(box, "there is no such box")
+        return 0
+    with locked(box):
+        begin = time.monotonic()
+        stopped = boot.stop(box)
+    say(box, f"stopped ({time.monotonic() - begin:.1f} s)" if stopped else "not running")
+    return 0
+
+
+def remove(box: Box) -> int:
+    """Power the box off and delete it with all that is in it."""
+    if not box.directory.exists() and not box.directory.is_symlink():
+        say(box, "there is no such box")
+        return 0
+    if box.directory.is_symlink() or not box.marker.is_file():
+        raise SandboxError(f"{box.directory} is not a box of ours (no {box.marker.name} in it); nothing was deleted")
+    with locked(box):
+        if boot.stop(box):
+            say(box, "stopped")
+        with phase(box, "deleted"):
+            build.remove_tree(box.root)  # first: a killed removal leaves marker and keys behind
+            build.remove_tree(box.directory)
+        box.lock.unlink(missing_ok=True)
+    if not any(box.base.glob("*/.kimi-rig-box")):
+        (box.base / "ssh_config").unlink(missing_ok=True)
+        with suppress(OSError):  # not empty: the directory is not only ours
+            box.base.rmdir()
+    return 0
+
+
+def ssh(box: Box, command: Sequence[str]) -> int:
+    """Run a command in the box, or a login shell without one; does not return when it could start."""
+    if boot.keeper(box) is None:
+        raise SandboxError(f"box {box.name} is not running; start it: `make sandbox`")
+    # One word is a line for the shell in the box, several are an argv to be taken as they are.
+    line = command[0] if len(command) == 1 else shlex.join(command)
+    argv = box.ssh_command(*([line] if line else []))
+    sys.stdout.flush()
+    os.execvp(argv[0], argv)  # noqa: S606 - becomes ssh: streams, signals and exit status are its own
+
+
+def status(box: Box) -> int:
+    """Print what the box is and does; 0 when it runs, 3 when not."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # status | head
+    if not box.marker.is_file():
+        say(box, "there is no such box")
+        return NOT_RUNNING
+    state = box.state()
+    running = boot.is_running(box)
+    if running:
+        say(box, f"running, pid {state.pid}, port {state.port}, login {state.login}")
+        say(box, f"ssh -F {box.ssh_config} {box.name}")
+        if failed := boot.failed_units(box):
+            say(box, f"failed units: {', '.join(failed)}")
+    else:
+        say(box, "stopped" if box.stamp.is_file() else "half made; `make sandbox` makes it again")
+    say(
+        box,
+        f"{box.directory}: {size_of(box)} on disk; bound read-only: {', '.join(state.binds) or 'nothing'}",
+    )
+    if document := limits.stored(box):
+        for name, result in document["limits"].items():
+            word = {True: "enforced", False: "NOT enforced", None: "unknown"}[result["enforced"]]
+            say(box, f"  {name:<24} {word:<13} {result['note']}")
+    return 0 if running else NOT_RUNNING
+
+
+def size_of(box: Box) -> str:
+    command = ["du", "-shx", str(box.directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f"{done.stdout.split()[0]}B" if done.stdout else "?"
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(prog="python -m rig.sandbox", description=__doc__)
+    result.add_argument("--name", default=DEFAULT_NAME, help="which box (default: %(default)s)")
+    verbs = result.add_subparsers(dest="verb", required=True)
+    making = verbs.add_parser("up", help="make and boot it; quick when it runs")
+    making.add_argument("--user", help="who logs in: root (default), or a user made with sudo rights")
+    verbs.add_parser("stop", help="power it off")
+    verbs.add_parser("rm", help="power it off and delete it")
+    verbs.add_parser("status", help="state, size, limits; exit status 3 when it does not run")
+    running = verbs.add_parser("ssh", help="run one command in it; its exit status is returned")
+    running.add_argument("command", nargs=argparse.REMAINDER, help="one word: a shell line; several: an argv")
+    return result
+
+
+def run(asked: argparse.Namespace) -> int:
+    box = Box(asked.name)
+    check_supported(platform.system(), platform.machine(), os.geteuid())
+    match asked.verb:
+        case "up":
+            return up(box, asked.user)
+        case "stop":
+            return stop(box)
+        case "rm":
+            return remove(box)
+        case "ssh":
+            command = asked.command[1:] if asked.command[:1] == ["--"] else asked.command
+            return ssh(box, command)
+        case _:
+            return status(box)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0 done, 1 failed with one line on stderr, 2 wrong usage, 130 interrupted; `ssh`: the command's own."""
+    asked = parser().parse_args(arguments)
+    try:
+        return run(asked)
+    except SandboxError as error:
+        print(f"sandbox: {error}", file=sys.stderr)
+        return 1
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"sandbox {asked.verb}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("sandbox: interrupted; `make sandbox` goes on from here", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""YAML with provenance: every value remembers the file and line it was written on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Key = tuple[str | int, ...]
+
+
+class CatalogError(Exception):
+    """A wrong catalogue: the message names file, line and entry, and what to write instead."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value was written."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass
+class Document:
+    """Plain data, and for every key path in it the place it came from."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    places: dict[Key, Place] = field(default_factory=dict)
+
+    def place(self, key: Key) -> Place:
+        """The place of `key`, or of the nearest enclosing key that has one."""
+        while key not in self.places and key:
+            key = key[:-1]
+        return self.places.get(key, Place("?", 0))
+
+    def section(self, *key: str) -> Document:
+        """The mapping below `key` as a document of its own (empty when absent)."""
+        value: Any = self.data
+        for part in key:
+            value = value.get(part) if isinstance(value, Mapping) else None
+        depth = len(key)
+        places = {path[depth:]: place for path, place in self.places.items() if path[:depth] == key}
+        return Document(dict(value) if isinstance(value, Mapping) else {}, places)
+
+    def merged(self, over: Document) -> Document:
+        """This document with `over` laid on it: mappings merge, all else is replaced, null removes.
+
+        A mapping that states another `kind` is another thing and replaces the old one whole.
+        """
+        result = Document(dict(self.data), dict(self.places))
+        for name, value in over.data.items():
+            mine = self.data.get(name)
+            if _mergeable(mine, value):
+                child = self.section(name).merged(over.section(name))
+            else:
+                child = Document(value, over.section(name).places)
+            result.places = {path: place for path, place in result.places.items() if path[:1] != (name,)}
+            if value is None:
+                result.data.pop(name, None)
+            else:
+                result.data[name] = child.data
+                result.places |= {(name, *path): place for path, place in child.places.items()}
+        return result
+
+
+def _mergeable(mine: Any, value: Any) -> bool:
+    both = isinstance(mine, Mapping) and isinstance(value, Mapping)
+    return both and value.get("kind", mine.get("kind")) == mine.get("kind")
+
+
+def load(path: Path, shown_as: str | None = None) -> Document:
+    """Read one YAML file.
+
+    Raises CatalogError for an unreadable file, broken YAML, a duplicate key (which YAML parsers accept
+    silently) or a top level that is no mapping.
+    """
+    shown = shown_as or str(path)
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise CatalogError(f"{shown}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else 1
+        raise CatalogError(f"{shown}:{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    if root is None:
+        return Document()
+    if not isinstance(root, yaml.MappingNode):
+        raise CatalogError(f"{shown}:{root.start_mark.line + 1}: expected a mapping of names to entries")
+    document = Document()
+    document.data = _construct(root, shown, (), document.places)
+    return document
+
+
+def _construct(node: yaml.Node, file: str, key: Key, places: dict[Key, Place]) -> Any:
+    places.setdefault(key, Place(file, node.start_mark.line + 1))
+    if isinstance(node, yaml.MappingNode):
+        result: dict[str, Any] = {}
+        for name, value_node, line in _items(node, file):
+            if name in result:
+                raise CatalogError(f"{file}:{line}: {_dotted((*key, name))} is defined twice")
+            places[(*key, name)] = Place(file, line)
+            result[name] = _construct(value_node, file, (*key, name), places)
+        return result
+    if isinstance(node, yaml.SequenceNode):
+        return [_construct(item, file, (*key, index), places) for index, item in enumerate(node.value)]
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_object(node)
+    except (yaml.YAMLError, ValueError) as error:
+        raise CatalogError(f"{file}:{node.start_mark.line + 1}: {_dotted(key)}: {error}") from None
+
+
+def _items(node: yaml.MappingNode, file: str) -> Iterator[tuple[str, yaml.Node, int]]:
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
+            raise CatalogError(f"{file}:{line}: keys are plain names here (no merge keys, no structures)")
+        yield key_node.value, value_node, line
+
+
+def _dotted(key: Key) -> str:
+    return ".".join(str(part) for part in key)

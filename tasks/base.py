@@ -1,0 +1,44 @@
+"""Base: the deploy lock, packages, the service user, directories, secrets."""
+
+from pyinfra.api import deploy
+
+from rig import layout
+from rig.hostplan import HostPlan
+from rig.operations.files import Directory, File, Link, present, secret
+from rig.operations.lock import deploy_lock
+from rig.operations.system import packages, system_user
+from rig.target import current_plan, operator_secret
+
+SYSUSERS = "/etc/sysusers.d/kimi-rig.conf"
+
+
+def base_paths(plan: HostPlan) -> list[Directory | File | Link]:
+    """Directories and files every host gets. Those that may be the operator's have no owner or mode of ours."""
+    user = plan.data.service_user
+    declaration = f'u {user} - "Kimi-K2.5 serving (kimi-rig)" / /usr/sbin/nologin\n'
+    return [
+        *(Directory(path, "0755", "root", "root") for path in (layout.INSTALL, layout.HOSTKIT, layout.ETC)),
+        *(Directory(path, "0755", "root", "root") for path in (layout.CONFIGURATIONS, layout.LOCKS, layout.STATE)),
+        Directory(layout.CREDENTIALS, "0700", "root", "root"),
+        Directory(plan.data.ml_env),
+        Directory(plan.data.models),
+        Directory(plan.data.drafters),
+        File(SYSUSERS, declaration.encode()),
+        Link(layout.RIGCTL_LINK, layout.RIGCTL),
+    ]
+
+
+@deploy("Base")
+def base(plan: HostPlan) -> None:
+    deploy_lock(name="Hold the deploy lock")
+    packages(name="Install packages", names=plan.packages)
+    present(name="Make directories", entries=base_paths(plan))
+    system_user(name=f"Create user {plan.data.service_user}", user=plan.data.service_user, declaration=SYSUSERS)
+    secrets = {"api-key": plan.data.api_key_file, "hub-token": plan.data.hub_token_file}
+    for what, file in secrets.items():
+        if file is not None:
+            secret(name=f"Store the {what}", path=f"{layout.CREDENTIALS}/{what}", content=operator_secret(file, what))
+
+
+if __name__ == "builtins":  # run by pyinfra as a deploy of its own
+    base(plan=current_plan())

@@ -1,0 +1,27 @@
+"""Units: one systemd service a serving configuration. Nothing is started or stopped here."""
+
+from pyinfra.api import deploy
+
+from rig import layout
+from rig.hostplan import HostPlan
+from rig.operations import system
+from rig.operations.files import File, present
+from rig.target import current_plan
+from rig.units import run_specification, unit_files
+
+
+@deploy("Units")
+def units(plan: HostPlan) -> None:
+    names = [layout.unit_name(name) for name in plan.serving]
+    boot = layout.unit_name(plan.data.enable_at_boot) if plan.data.enable_at_boot else None
+    files = [File(path, text.encode()) for path, text in unit_files(plan).items()]
+    present(name="Write units", entries=files)
+    system.retired_units(name="Remove units of removed configurations", keep=names)
+    system.units_loaded(name="Load units into systemd", units=names)
+    system.enabled_at_boot(name="Choose what starts at boot", wanted=boot, units=names)
+    digests = {name: run_specification(plan, name)["digest"] for name in plan.serving}
+    system.running_current(name="Bring running services up to date", digests=digests, restart=plan.data.restart)
+
+
+if __name__ == "builtins":
+    units(plan=current_plan())

@@ -1,0 +1,125 @@
+"""Verification of live hosts: the hosts come from the inventory, the expectations from the same plan as the deploy.
+
+pytest tests/host --inventory inventory/gpu.py [--limit NAME]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import testinfra
+from testinfra.host import Host
+
+from rig.converge import RunFailed, asked_hosts, inventory_hosts
+from rig.facts.state import HostBasics
+from rig.hostplan import HostPlan, host_plan
+from rig.settings import settings_from_gpus
+from rig.yaml_source import CatalogError
+
+_NOT_ENFORCED = pytest.StashKey[dict[str, list[str]]]()
+_TARGETS = pytest.StashKey[list["Target"]]()
+
+
+@dataclass(frozen=True)
+class Target:
+    """One live host and what it shall be."""
+
+    name: str
+    host: Host
+    plan: HostPlan
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--inventory", help="such as inventory/gpu.py")
+    parser.addoption("--limit", action="append", default=[], help="a host, a group or a pattern")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_NOT_ENFORCED] = {}
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    inventory = session.config.getoption("--inventory")
+    if not inventory:
+        raise pytest.UsageError("--inventory is missing: make verify INVENTORY=inventory/gpu.py")
+    try:
+        names = asked_hosts(inventory, session.config.getoption("--limit"))
+        entries = {entry["name"]: entry["data"] for entry in inventory_hosts(inventory)}
+        folder = Path(session.config.rootpath) / ".plan"
+        session.config.stash[_TARGETS] = [_target(name, entries[name], folder) for name in names]
+    except (RunFailed, CatalogError) as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def _target(name: str, data: dict[str, Any], folder: Path) -> Target:
+    host = _connect(name, data, folder)
+    result = host.run(HostBasics().command())
+    if result.rc != 0:
+        raise RunFailed(f"{name} cannot be reached: {result.stderr.strip()}")
+    basics = HostBasics().process(result.stdout.splitlines())
+    return Target(name, host, host_plan(data, basics.distribution, settings_from_gpus(len(basics.gpus))))
+
+
+def _connect(name: str, data: dict[str, Any], folder: Path) -> Host:
+    sudo = bool(data.get("_sudo"))
+    if name == "@local":
+        return testinfra.get_host("local://", sudo=sudo)
+    folder.mkdir(exist_ok=True)
+    config = folder / f"ssh-{name}"
+    config.write_text(_ssh_config(name, data, folder))
+    return testinfra.get_host(f"ssh://{name}", ssh_config=str(config), sudo=sudo)
+
+
+def _ssh_config(name: str, data: dict[str, Any], folder: Path) -> str:
+    """The inventory's connection data as an ssh_config; what it leaves open is the operator's own configuration."""
+    keys = {
+        "HostName": "ssh_hostname",
+        "Port": "ssh_port",
+        "User": "ssh_user",
+        "IdentityFile": "ssh_key",
+        "UserKnownHostsFile": "ssh_known_hosts_file",
+    }
+    lines = [f"Host {name}", *(f"  {option} {data[key]}" for option, key in keys.items() if data.get(key))]
+    lines += ["  BatchMode yes", "  ConnectTimeout 10", "  ControlMaster auto", "  ControlPersist 30"]
+    lines += [f"  ControlPath {folder}/cm-%C", f"Include {data.get('ssh_config_file') or '~/.ssh/config'}"]
+    return "\n".join(lines) + "\n"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    targets = metafunc.config.stash[_TARGETS]
+    things = {"configuration": "serving", "checkpoint": "checkpoints", "environment": "environments"}
+    for fixture, attribute in things.items():
+        if fixture in metafunc.fixturenames:
+            pairs = [(target, name) for target in targets for name in getattr(target.plan, attribute)]
+            metafunc.parametrize(("target", fixture), pairs, ids=[f"{target.name}-{name}" for target, name in pairs])
+            return
+    if "target" in metafunc.fixturenames:
+        metafunc.parametrize("target", targets, ids=[target.name for target in targets])
+
+
+@pytest.fixture
+def not_enforced(request: pytest.FixtureRequest) -> Iterator[dict[str, list[str]]]:
+    """Host -> limits that are set there and not enforced; told at the end of the run."""
+    yield request.config.stash[_NOT_ENFORCED]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for name, limits in config.stash[_NOT_ENFORCED].items():
+        terminalreporter.write_line(f"{name}: set, not enforced in this box: {', '.join(limits)}")
+
+
+def run(host: Host, command: str) -> str:
+    """Standard output of a command that must succeed."""
+    result = host.run(command)
+    assert result.rc == 0, f"`{command}` failed: {result.stderr.strip()}"
+    return str(result.stdout)
+
+
+def json_of(host: Host, path: str) -> Any:
+    """A JSON file on the host."""
+    return json.loads(run(host, f"cat {path}"))

@@ -1,0 +1,172 @@
+"""The host is what the inventory says. Reads the live state; does not trust the deploy or its records."""
+
+from __future__ import annotations
+
+import re
+
+from rig import layout
+from rig.catalog import ROOT, GeneratorSource
+from rig.operations.files import Directory, File, Link
+from rig.operations.hostkit import SOURCE, hostkit_path
+from rig.receipt import receipt_items
+from rig.units import conflicts, run_specification, unit_files
+from rigctl.tiny_kimi.checkpoints import checkpoint_files
+from tasks.base import base_paths
+from tasks.engines import lock_files
+from tests.host.conftest import Target, json_of, run
+
+
+def test_packages(target: Target) -> None:
+    missing = [name for name in target.plan.packages if not target.host.package(name).is_installed]
+    assert not missing, f"packages are missing: {', '.join(missing)}"
+
+
+def test_service_user_cannot_log_in(target: Target) -> None:
+    user = target.host.user(target.plan.data.service_user)
+    assert user.exists, f"user {target.plan.data.service_user} is missing"
+    assert user.shell == "/usr/sbin/nologin"
+    assert user.uid < 1000, "it is a login user, not a system user"
+
+
+def test_base_paths(target: Target) -> None:
+    assert not differences(target, base_paths(target.plan))
+
+
+def test_secrets_are_roots_alone(target: Target) -> None:
+    wanted = {"api-key": target.plan.data.api_key_file, "hub-token": target.plan.data.hub_token_file}
+    for name in (name for name, file in wanted.items() if file):
+        secret = target.host.file(f"{layout.CREDENTIALS}/{name}")
+        assert secret.exists, f"{secret.path} is missing"
+        assert (secret.user, secret.group, oct(secret.mode)) == ("root", "root", "0o600"), secret.path
+
+
+def test_hostkit(target: Target) -> None:
+    current = target.host.file(f"{layout.HOSTKIT}/current")
+    assert current.linked_to == hostkit_path(), "another version of hostkit is the current one"
+    files = [path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    entries = [File(f"{hostkit_path()}/{path.relative_to(SOURCE)}", path.read_bytes(), mode="") for path in files]
+    assert not differences(target, entries)
+    assert "usage: rigctl" in run(target.host, f"{layout.RIGCTL_LINK} --help")
+
+
+def test_environment_holds_what_its_lock_says(target: Target, environment: str) -> None:
+    env = target.plan.environments[environment]
+    assert target.host.file(f"{env.path}/kimi-rig.json").exists, f"{env.path} is not complete"
+    listing = "import importlib.metadata as m; [print(d.name, d.version) for d in m.distributions()]"
+    installed = dict(line.split() for line in run(target.host, f"{env.interpreter} -c '{listing}'").splitlines())
+    found = {normal(name): version for name, version in installed.items()}
+    locked = locked_versions((ROOT / env.lock).read_text())
+    wrong = [
+        f"{name} {found.get(name, 'missing')} (lock: {version})"
+        for name, version in locked.items()
+        if found.get(name) != version
+    ]
+    assert not wrong, f"{env.path}: {'; '.join(wrong)}"
+    assert not (extra := found.keys() - locked.keys()), (
+        f"{env.path} holds packages of no lock: {', '.join(sorted(extra))}"
+    )
+
+
+def test_lock_files(target: Target) -> None:
+    assert not differences(target, lock_files(target.plan))
+
+
+def test_checkpoint(target: Target, checkpoint: str) -> None:
+    path = target.plan.checkpoint_paths[checkpoint]
+    source = target.plan.checkpoints[checkpoint].source
+    assert target.host.file(f"{path}/config.json").exists, f"{checkpoint} is not at {path}"
+    if isinstance(source, GeneratorSource):
+        entries = [File(f"{path}/{name}", data, "0644") for name, data in checkpoint_files(source.generator).items()]
+        assert not differences(target, entries)
+    readable = f"runuser -u {target.plan.data.service_user} -- sh -c 'cat {path}/config.json >/dev/null'"
+    assert target.host.run(readable).rc == 0, f"{target.plan.data.service_user} cannot read {path}"
+
+
+def test_unit_files(target: Target) -> None:
+    assert not differences(target, [File(path, text.encode()) for path, text in unit_files(target.plan).items()])
+
+
+def test_unit_is_loaded_as_written(target: Target, configuration: str) -> None:
+    unit = layout.unit_name(configuration)
+    properties = target.host.service(unit).systemd_properties
+    assert properties.get("LoadState") == "loaded", f"{unit}: {properties.get('LoadState')}"
+    assert properties["NeedDaemonReload"] == "no", f"{unit} changed on disk since systemd read it"
+    assert not properties.get("DropInPaths"), f"{unit} is changed by {properties['DropInPaths']}"
+    assert properties["User"] == target.plan.data.service_user
+    assert set(conflicts(target.plan, configuration)) <= set(properties["Conflicts"].split()), "it is not exclusive"
+    boot = target.plan.data.enable_at_boot == configuration
+    assert properties["UnitFileState"] == ("enabled" if boot else "disabled"), f"{unit}: start at boot"
+    complaint = target.host.run(f"systemd-analyze verify {layout.UNITS}/{unit}")
+    assert complaint.rc == 0, complaint.stderr
+
+
+def test_no_stray_units(target: Target) -> None:
+    listed = run(target.host, f"ls -1 {layout.UNITS}").split()
+    strays = {name for name in listed if name.startswith("kimi-") and name.endswith(".service")}
+    strays -= {layout.unit_name(name) for name in target.plan.serving}
+    assert not strays, f"units of no configuration: {', '.join(sorted(strays))}"
+
+
+def test_what_runs(target: Target, configuration: str) -> None:
+    """A stopped configuration is fine; one that runs must be the deployed one, answer, and be kimi's alone."""
+    unit = layout.unit_name(configuration)
+    properties = target.host.service(unit).systemd_properties
+    assert properties["ActiveState"] != "failed", f"{unit} failed: {properties['StatusText']}"
+    if properties["ActiveState"] != "active":
+        return
+    started = json_of(target.host, f"/run/kimi-rig/{configuration}/started.json")
+    digest = run_specification(target.plan, configuration)["digest"]
+    assert started["digest"] == digest, f"{unit} is stale: it was started before the last deploy"
+    entry = target.plan.serving[configuration]
+    listening = run(target.host, f"ss -Hltn 'sport = :{entry.listen.port}'").split()
+    assert f"{entry.listen.host}:{entry.listen.port}" in listening, (
+        f"{unit} does not listen where it should: {listening}"
+    )
+    assert target.host.process.filter(user=target.plan.data.service_user), f"{unit} runs as another user"
+    answer = run(target.host, f"rigctl chat --json --configuration {configuration} 'Say hello.'")
+    assert '"content": ""' not in answer, f"{unit} answers nothing"
+
+
+def test_receipt(target: Target) -> None:
+    found = json_of(target.host, layout.RECEIPT)["items"]
+    items = {name: {key: value for key, value in item.items() if key != "since"} for name, item in found.items()}
+    assert items == receipt_items(target.plan, hostkit_path())
+
+
+def test_limits_of_the_box(target: Target, not_enforced: dict[str, list[str]]) -> None:
+    """A box that cannot enforce a limit says so; the run's last lines tell."""
+    limits = target.host.file(f"{layout.ETC}/box-limits.json")
+    if limits.exists:
+        found = json_of(target.host, limits.path)
+        not_enforced[target.name] = [name for name, limit in found["limits"].items() if not limit["enforced"]]
+        assert set(found["limits"]), "the box was not probed"
+
+
+def differences(target: Target, entries: list[Directory | File | Link] | list[File]) -> list[str]:
+    """In words how the host differs; `mode=""` leaves owner and mode open."""
+    found: list[str] = []
+    for entry in entries:
+        file = target.host.file(entry.path)
+        if not file.exists:
+            found.append(f"{entry.path} is missing")
+        elif isinstance(entry, Link):
+            if not file.is_symlink or run(target.host, f"readlink {entry.path}").strip() != entry.target:
+                found.append(f"{entry.path} does not point to {entry.target}")
+        else:
+            if isinstance(entry, File) and file.sha256sum != entry.digest:
+                found.append(f"{entry.path}: content differs")
+            if entry.mode and (state := f"{file.mode:04o} {file.user}:{file.group}") != (
+                wanted := f"{entry.mode} {entry.owner}:{entry.group}"
+            ):
+                found.append(f"{entry.path}: {state} (not {wanted})")
+    return found
+
+
+def locked_versions(lock: str) -> dict[str, str]:
+    """Package -> version of a requirements lock."""
+    return {normal(name): version for name, version in re.findall(r"^([A-Za-z0-9][\w.-]*)==([^\s;\\]+)", lock, re.M)}
+
+
+def normal(name: str) -> str:
+    """A package name as PEP 503 normalises it."""
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,64 @@
+"""A box of the tests' own, so that nobody's sandbox is touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rig.catalog import ROOT
+from rig.sandbox import Box
+
+
+class DeployBox:
+    """A box and the commands that people use on it."""
+
+    def __init__(self) -> None:
+        self.box = Box()
+
+    def ssh(self, command: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run a command in the box."""
+        result = subprocess.run(self.box.ssh_command(command), capture_output=True, text=True, check=False)
+        assert not check or result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
+        return result
+
+    def run(self, *arguments: str, timeout: float = 600, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run a module of the repository as make does."""
+        command = [sys.executable, "-m", *arguments]
+        return subprocess.run(
+            command,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout,
+            env={**os.environ, **environment},
+        )
+
+    def deploy(self, *options: str) -> subprocess.CompletedProcess[str]:
+        return self.run("rig.converge", "deploy", "inventory/sandbox.py", *options)
+
+    def plan(self, *options: str) -> subprocess.CompletedProcess[str]:
+        return self.run("rig.converge", "plan", "inventory/sandbox.py", *options)
+
+    def verify(self) -> subprocess.CompletedProcess[str]:
+        return self.run("pytest", "-q", "-p", "no:cacheprovider", "tests/host", "--inventory", "inventory/sandbox.py")
+
+
+@pytest.fixture(scope="session")
+def bare_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployBox]:
+    """A booted box that has nothing yet; deleted at the end unless KIMI_RIG_KEEP_BOX is set."""
+    base = Path(os.environ.get("KIMI_RIG_TEST_BOX_DIR", ROOT / ".sandbox" / "tests"))
+    os.environ["KIMI_RIG_SANDBOX_DIR"] = str(base)
+    os.environ["KIMI_RIG_SANDBOX_PORT"] = os.environ.get("KIMI_RIG_TEST_BOX_PORT", "2322")
+    deploy_box = DeployBox()
+    up = deploy_box.run("rig.sandbox", "up")
+    assert up.returncode == 0, up.stdout + up.stderr
+    yield deploy_box
+    if not os.environ.get("KIMI_RIG_KEEP_BOX"):
+        removed = deploy_box.run("rig.sandbox", "rm")
+        assert removed.returncode == 0, removed.stderr

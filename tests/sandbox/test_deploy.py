@@ -1,0 +1,246 @@
+"""The whole main job on a real machine: deploy, converge, verify, serve, tamper, repair. In this order, on one box."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rig import layout
+from rig.catalog import ROOT
+from rigctl.tiny_kimi.automaton import CONTENT
+from tests.sandbox.conftest import DeployBox
+
+TAMPERED = [
+    # (what is done to the box, what verification must name, what the plan must name)
+    (
+        "echo '# mine' >> /etc/systemd/system/kimi-vllm-base.service",
+        "kimi-vllm-base.service: content differs",
+        "kimi-vllm-base.service: content differs",
+    ),
+    ("chmod 0777 /opt/kimi-rig", "/opt/kimi-rig: 0777", "/opt/kimi-rig: mode 0777 (not 0755)"),
+    ("rm /usr/local/bin/rigctl", "/usr/local/bin/rigctl is missing", "/usr/local/bin/rigctl is missing"),
+    ("apt-get purge -qqy rsync >/dev/null 2>&1", "packages are missing: rsync", "packages to install: rsync"),
+    (
+        f"printf '{layout.UNIT_MARK}\\n[Service]\\nExecStart=true\\n' > /etc/systemd/system/kimi-old.service",
+        "units of no configuration: kimi-old.service",
+        "kimi-old.service: its configuration is gone",
+    ),
+    ("systemctl enable -q kimi-vllm-base", "start at boot", "kimi-vllm-base.service is no longer started at boot"),
+]
+
+
+STRANGER = """
+import urllib.error, urllib.request
+try:
+    print(urllib.request.urlopen("http://127.0.0.1:18000/v1/models").status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
+
+
+def pyinfra(box: DeployBox, *options: str) -> dict[str, Any]:
+    """A plain pyinfra run, as its own documentation says; its JSON results."""
+    result = box.run("pyinfra", *options, "inventory/sandbox.py", "deploy.py", "--json", "-y")
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def box(bare_box: DeployBox) -> DeployBox:
+    """The box after a deploy that was killed twice on its way."""
+    for seconds in (6, 25):
+        command = [sys.executable, "-m", "rig.converge", "deploy", "inventory/sandbox.py"]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    deploy = bare_box.deploy()
+    assert deploy.returncode == 0, deploy.stdout + deploy.stderr
+    assert deploy.stdout.strip().endswith("converged: sandbox")
+    return bare_box
+
+
+def test_a_second_deploy_changes_nothing(box: DeployBox) -> None:
+    totals = pyinfra(box)
+    changed = [row for row in totals["results"]["operations"] if row["success"]]
+    assert not changed, f"changed again: {changed}"
+
+
+def test_the_plan_after_a_deploy_is_empty(box: DeployBox) -> None:
+    plan = box.plan()
+    assert plan.returncode == 0, plan.stdout + plan.stderr
+    assert plan.stdout == "sandbox: nothing to do\n"
+
+
+def test_verification_passes(box: DeployBox) -> None:
+    verify = box.verify()
+    assert verify.returncode == 0, verify.stdout
+    assert "set, not enforced in this box: MemoryMax" in verify.stdout
+
+
+def test_the_good_drafter_serves(box: DeployBox) -> None:
+    """Acceptance, one real answer, and every drafted token accepted by the engine's own counters."""
+    box.ssh("systemctl start kimi-vllm-eagle3-custom")
+    answer = json.loads(box.ssh("rigctl chat --json 'What is a token?'").stdout)
+    assert answer["configuration"] == "vllm-eagle3-custom"
+    assert answer["content"].split() == "".join(CONTENT).split()
+    assert answer["drafted"] == answer["accepted"] > 0
+    assert answer["acceptance_length"] == 4.0
+    [row] = [row for row in json.loads(box.ssh("rigctl status --json").stdout) if row["state"] == "active"]
+    assert (row["name"], row["stale"], row["acceptance_length"]) == ("vllm-eagle3-custom", False, 4.0)
+
+
+def test_verification_passes_while_serving(box: DeployBox) -> None:
+    verify = box.verify()
+    assert verify.returncode == 0, verify.stdout
+
+
+def test_the_engine_runs_as_the_service_user_on_loopback_only(box: DeployBox) -> None:
+    pid = box.ssh("systemctl show -P MainPID kimi-vllm-eagle3-custom").stdout.strip()
+    assert box.ssh(f"ps -o user= -p {pid}").stdout.strip() == "kimi"
+    addresses = re.findall(r"(\S+):\d+\s+\S+\s+users:\(\(\"(?:python|VLLM)", box.ssh("ss -Hltnp").stdout)
+    assert addresses and all(address.startswith("127.") for address in addresses), addresses
+
+
+def test_a_changed_configuration_makes_the_running_service_stale_and_is_not_lost(box: DeployBox) -> None:
+    """A deploy interrupts nothing by itself; status and verification say that the service is stale."""
+    overlay = ROOT / "inventory" / "overlays" / "sandbox.yaml"
+    before = overlay.read_text()
+    started = box.ssh("systemctl show -P MainPID kimi-vllm-eagle3-custom").stdout
+    try:
+        overlay.write_text(before.replace("max_running_requests: 8", "max_running_requests: 4"))
+        assert box.deploy().returncode == 0
+        assert box.ssh("systemctl show -P MainPID kimi-vllm-eagle3-custom").stdout == started
+        assert "STALE" in box.ssh("rigctl status").stdout
+        verify = box.verify()
+        assert verify.returncode != 0 and "is stale" in verify.stdout
+    finally:
+        overlay.write_text(before)
+    assert box.deploy().returncode == 0
+    assert "STALE" not in box.ssh("rigctl status").stdout
+
+
+def test_a_switch_stops_the_other_and_the_base_serves(box: DeployBox) -> None:
+    box.ssh("systemctl start kimi-vllm-base")
+    assert box.ssh("systemctl is-active kimi-vllm-eagle3-custom", check=False).stdout.strip() == "inactive"
+    answer = json.loads(box.ssh("rigctl chat --json 'What is a token?'").stdout)
+    assert (answer["configuration"], answer["drafted"]) == ("vllm-base", None)
+    assert answer["content"].split() == "".join(CONTENT).split()
+
+
+def test_the_bad_drafter_is_told_by_its_counters(box: DeployBox) -> None:
+    box.ssh("systemctl start kimi-vllm-eagle3-aq-medai")
+    answer = json.loads(box.ssh("rigctl chat --json 'What is a token?'").stdout)
+    assert answer["content"].split() == "".join(CONTENT).split(), "a bad drafter must not change the answer"
+    assert answer["drafted"] > 0 and answer["accepted"] == 0
+    box.ssh("systemctl stop kimi-vllm-eagle3-aq-medai")
+    assert not box.ssh("pgrep -u kimi", check=False).stdout, "processes outlived their unit"
+
+
+def test_tampering_is_named_and_repaired(box: DeployBox) -> None:
+    for command, _, _ in TAMPERED:
+        box.ssh(command)
+    verify, plan = box.verify(), box.plan()
+    assert verify.returncode == 1 and plan.returncode == 2
+    for command, in_verify, in_plan in TAMPERED:
+        assert in_verify in verify.stdout, f"verification does not name: {command}\n{verify.stdout}"
+        assert in_plan in plan.stdout, f"the plan does not name: {command}\n{plan.stdout}"
+    deploy = box.deploy()
+    assert deploy.returncode == 0, deploy.stderr
+    assert box.verify().returncode == 0
+
+
+def test_a_package_lost_from_an_environment_is_named(box: DeployBox) -> None:
+    packages = box.ssh("ls -d /opt/kimi-rig/env/vllm-cpu-*/current/lib/python3*/site-packages").stdout.strip()
+    box.ssh(f"mv {packages}/xgrammar-*.dist-info /root/")
+    verify = box.verify()
+    assert verify.returncode == 1 and "xgrammar missing" in verify.stdout
+    box.ssh(f"mv /root/xgrammar-*.dist-info {packages}/")
+
+
+def test_one_deploy_at_a_time(box: DeployBox) -> None:
+    """A second deploy is refused with owner and age, while the first still holds the host."""
+    query = "/usr/bin/dpkg-query"
+    box.ssh(f"rm -f /usr/local/bin/rigctl; mv {query} {query}.real")
+    box.ssh(f"printf '#!/bin/sh\\nsleep 4\\nexec {query}.real \"$@\"\\n' > {query}; chmod +x {query}")
+    first = subprocess.Popen(
+        [sys.executable, "-m", "rig.converge", "deploy", "inventory/sandbox.py"], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    try:
+        time.sleep(3)
+        second = box.deploy()
+        assert second.returncode == 1
+        assert re.search(
+            r"another deploy is at work on this host: .+@.+ \(process \d+\) since .+, for \d+ s", second.stderr
+        )
+    finally:
+        box.ssh(f"mv -f {query}.real {query}")
+        assert first.wait(120) == 0, "the refused one must not disturb the first"
+    assert box.deploy().returncode == 0
+
+
+def test_a_pending_reboot_is_exit_3(box: DeployBox) -> None:
+    box.ssh("mkdir -p /run/kimi-rig; echo 'kernel arguments' > /run/kimi-rig/reboot-pending")
+    deploy = box.deploy()
+    assert deploy.returncode == 3 and "sandbox: reboot pending: kernel arguments" in deploy.stdout
+    assert box.plan().returncode == 3
+    box.ssh("rm /run/kimi-rig/reboot-pending")
+    assert box.plan().returncode == 0
+
+
+def test_secrets_reach_the_host_and_show_nowhere(box: DeployBox, tmp_path: Path) -> None:
+    secret = "key-0fd1-never-shown"
+    file = tmp_path / "api-key"
+    file.write_text(f"{secret}\n")
+    option = f"api_key_file={file}"
+    open_to_all = box.run("pyinfra", "--data", option, "inventory/sandbox.py", "deploy.py", "-y")
+    assert open_to_all.returncode == 1 and f"run `chmod 600 {file}`" in open_to_all.stderr
+    file.chmod(0o600)
+    spy = subprocess.Popen(
+        box.box.ssh_command(
+            "for i in $(seq 200); do cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' '; sleep 0.05; done"
+        ),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    loud = box.run("pyinfra", "-vvv", "--debug", "--diff", "--data", option, "inventory/sandbox.py", "deploy.py", "-y")
+    assert loud.returncode == 0, loud.stderr
+    assert secret not in loud.stdout + loud.stderr
+    seen = spy.communicate()[0]
+    assert "base64 -d" in seen, "the spy saw nothing of the deploy"
+    assert secret not in seen
+    stored = box.ssh(f"cat {layout.CREDENTIALS}/api-key; stat -c '%a %U' {layout.CREDENTIALS}/api-key").stdout
+    assert stored == f"{secret}600 root\n"
+    assert secret not in box.ssh(f"cat {layout.RECEIPT} {layout.UNITS}/kimi-*.service").stdout
+    assert f"LoadCredential=api-key:{layout.CREDENTIALS}/api-key" in box.ssh("systemctl cat kimi-vllm-base").stdout
+    again = pyinfra(box, "--data", option)
+    assert not [row for row in again["results"]["operations"] if row["success"]]
+
+
+def test_an_engine_with_a_key_refuses_strangers(box: DeployBox) -> None:
+    box.ssh("systemctl start kimi-vllm-base")
+    assert box.ssh(f"python3 -c {shlex.quote(STRANGER)}").stdout.strip() == "401"
+    assert json.loads(box.ssh("rigctl chat --json Hello").stdout)["content"]
+    arguments = box.ssh("cat /proc/[0-9]*/cmdline | tr '\\0' ' '").stdout
+    assert "api_server" in arguments and "key-0fd1" not in arguments
+    box.ssh("systemctl stop kimi-vllm-base")
+    assert box.deploy().returncode == 0, "without the key in the data the unit no longer asks for it"
+
+
+def test_a_catalogue_entry_that_goes_takes_its_unit_along(box: DeployBox) -> None:
+    fewer = box.run("pyinfra", "--data", 'configurations=["vllm-base"]', "inventory/sandbox.py", "deploy.py", "-y")
+    assert fewer.returncode == 0, fewer.stderr
+    assert box.ssh("ls /etc/systemd/system | grep ^kimi-").stdout.split() == ["kimi-vllm-base.service"]
+    assert box.deploy().returncode == 0
+    assert box.verify().returncode == 0

