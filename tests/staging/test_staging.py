@@ -197,6 +197,14 @@ def test_generator_writes_what_becomes_the_checkpoint(
         )
 
 
+def test_tiny_kimi_is_staged_by_its_generator(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(staging.__file__).parents[2]))
+    source = {"type": "generator", "arguments": ["tiny-kimi", "drafter-half", "{directory}"], "revision": "1"}
+    outcome = bench.stage(source, kind="drafter")
+    assert outcome.state == "staged" and "model.safetensors" in outcome.record.seen
+    assert bench.stage(source, kind="drafter").state == "present"
+
+
 def test_right_directory_is_adopted_and_not_touched(bench: Bench, hub: Hub, checkpoint: Path) -> None:
     shutil.copytree(checkpoint, bench.destination)
     (bench.destination / "operators-notes.txt").write_text("mine")
@@ -217,8 +225,7 @@ def test_right_directory_is_adopted_and_not_touched(bench: Bench, hub: Hub, chec
 def test_directory_without_a_manifest_is_adopted_by_its_files(bench: Bench, checkpoint: Path) -> None:
     shutil.copytree(checkpoint, bench.destination)
     wanted = bench.spec({"type": "local", "path": str(bench.destination)}, kind="drafter")
-    job = bench.job(wanted)
-    record = staging.adopt_directory(wanted, bench.state, job.progress)
+    record = bench.job(wanted).stage().record
     assert record.origin == "adopted" and all(file.sha256 for file in record.manifest.files)
     assert staging.quick_report(record).complete
     shard = next(bench.destination.glob("*.safetensors"))
@@ -226,6 +233,10 @@ def test_directory_without_a_manifest_is_adopted_by_its_files(bench: Bench, chec
         handle.seek(-1, os.SEEK_END)
         handle.write(b"?")
     assert shard.name in staging.quick_report(record).damaged
+    with pytest.raises(RigctlError, match="adopt it again if the change is yours"):
+        bench.job(wanted).stage()
+    job = bench.job(wanted)
+    assert staging.quick_report(staging.adopt_directory(wanted, bench.state, job.progress)).complete
 
 
 def test_repair_fetches_only_what_is_wrong(bench: Bench, hub: Hub, checkpoint: Path) -> None:

@@ -376,3 +376,36 @@ def test_damaged_drafter_is_refused_not_a_traceback(tmp_path: Path) -> None:
         fit.check(target, drafter, VLLM, CONTEXT, DEFAULT)
     with pytest.raises(RigctlError, match="is the checkpoint staged"):
         fit.check(target, tmp_path / "absent", VLLM, CONTEXT, DEFAULT)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The generated pairs whose acceptance on a real engine is known (docs/tiny-kimi.md)."""
+    root = tmp_path_factory.mktemp("tiny")
+    for kind in ("target-aux", "drafter-aux-wrong", "drafter-aux-right", "drafter-half"):
+        assert main(["tiny-kimi", kind, str(root / kind)]) == 0
+    return root
+
+
+def test_verdict_agrees_with_the_acceptance_that_a_real_engine_showed(tiny: Path, tmp_path: Path) -> None:
+    training = Training("target-aux", "output", (2, 3, 4))
+
+    def verdict(drafter: Path) -> fit.Verdict:
+        return fit.check(tiny / "target-aux", drafter, Engine("vllm", "0.32.0"), 1024, training)
+
+    right, wrong = verdict(tiny / "drafter-aux-right"), verdict(tiny / "drafter-aux-wrong")
+    assert right.word == "fits" and right.captured == [3, 4, 5]  # 100 % accepted
+    assert wrong.word == "refused" and wrong.captured == [2, 3, 4]  # 0 % accepted
+    overlay.write(tiny / "drafter-aux-wrong", tmp_path / "overlay", wrong.keys)
+    assert verdict(tmp_path / "overlay").word == "fits"
+    configs = [
+        json.loads((place / "config.json").read_text()) for place in (tmp_path / "overlay", tiny / "drafter-aux-right")
+    ]
+    assert configs[0] == configs[1]
+
+
+def test_generated_drafter_with_a_short_vocabulary_fits(tiny: Path) -> None:
+    verdict = fit.check(
+        tiny / "target-aux", tiny / "drafter-half", VLLM_NEW, 1024, Training("target-aux", "engine-default")
+    )
+    assert verdict.word == "fits", verdict.lines()

@@ -24,7 +24,7 @@ from rigctl.checkpoints.progress import Progress, human_bytes, human_seconds
 from rigctl.checkpoints.record import Record, State
 from rigctl.checkpoints.sink import DiskFull, Limiter, Sink, SourceWrong, disk_error
 from rigctl.checkpoints.sources import FileSource, TreeSource, open_source
-from rigctl.checkpoints.spec import GeneratorSource, HubSource, Spec
+from rigctl.checkpoints.spec import GeneratorSource, HubSource, LocalSource, Spec
 from rigctl.checkpoints.verify import Cancelled, Report, Seen
 from rigctl.checkpoints.workplace import Workplace, close, locked, settle
 from rigctl.cli import RigctlError
@@ -155,7 +155,8 @@ class Job:
         if not report.complete:
             raise RigctlError(
                 f"{self.destination} is not as it was proved:\n  " + "\n  ".join(report.lines()[:20]) + "\n"
-                f"prove it again (rigctl checkpoints verify --full {self.spec.name}) or repair it"
+                f"prove it again (rigctl checkpoints verify --full {self.spec.name}), repair it"
+                + (", or adopt it again if the change is yours" if record.origin == "adopted" else "")
             )
         self.progress.total = self.progress.done = record.manifest.total
         return Outcome("present", False, record)
@@ -206,6 +207,9 @@ class Job:
         return any(place.iterdir())
 
     def _take_what_is_there(self) -> Outcome:
+        source = self.spec.source
+        if isinstance(source, LocalSource) and Path(source.path).resolve() == self.destination:
+            return Outcome("adopted", True, adopt_as_it_is(self.spec, self.state, self.destination, self._read))
         manifest = self._manifest()
         if manifest is None:
             raise RigctlError(f"{self.destination} is not empty and its source has no manifest: adopt it instead")
@@ -680,13 +684,18 @@ def adopt_directory(spec: Spec, state: State, progress: Progress) -> Record:
         job = Job(spec, state, progress, threading.Event())
         manifest = job._pinned_manifest()
         if manifest is None:
-            started = time.monotonic()
-            made, seen = verify.manifest_of(directory, f"adopted:{directory}", spec.include, spec.exclude, advance=read)
-            manifest = replace(made, _by_path={})
-            report = Report(len(seen), made.total, time.monotonic() - started, seen=seen)
-        else:
-            progress.total = manifest.total
-            report = verify.full(directory, manifest, advance=read)
+            return adopt_as_it_is(spec, state, directory, read)
+        progress.total = manifest.total
+        report = verify.full(directory, manifest, advance=read)
         if not report.complete:
             raise RigctlError(half_copied(directory, manifest, report))
         return adopt(spec, state, directory, manifest, report)
+
+
+def adopt_as_it_is(spec: Spec, state: State, directory: Path, advance: Callable[[int], None]) -> Record:
+    """Adopt a directory that nothing but itself describes, such as one's own training output."""
+    started = time.monotonic()
+    source = f"adopted:{directory}"
+    made, seen = verify.manifest_of(directory, source, spec.include, spec.exclude, advance=advance)
+    report = Report(len(seen), made.total, time.monotonic() - started, seen=seen)
+    return adopt(spec, state, directory, made, report)
