@@ -2,15 +2,25 @@
 
 from pyinfra.api import deploy
 
+from rig.checkpoint_specs import checkpoint_files
 from rig.hostplan import HostPlan
 from rig.operations.checkpoints import checkpoint
+from rig.operations.files import File, present
 from rig.target import current_plan
 
 
 @deploy("Checkpoints")
 def checkpoints(plan: HostPlan) -> None:
+    files = [File(path, content) for path, content in checkpoint_files(plan).items()]
+    present(name="Describe checkpoints", entries=files)
     for name, entry in plan.checkpoints.items():
-        checkpoint(name=f"Stage {name}", checkpoint_name=name, entry=entry, path=plan.checkpoint_paths[name])
+        checkpoint(
+            name=f"Stage {name}",
+            checkpoint_name=name,
+            entry=entry,
+            path=plan.checkpoint_paths[name],
+            hub_token=plan.data.hub_token_file is not None,
+        )
 
 
 if __name__ == "builtins":

@@ -1,69 +1,82 @@
-"""Model and drafters on the host: complete, or not there."""
+"""Model and drafters on the host: complete and proved, or not there."""
 
 from __future__ import annotations
 
-import hashlib
+import json
 import shlex
-from functools import cache
+from typing import Any
 
 from pyinfra import host
 from pyinfra.api import operation
 
 from rig import layout
 from rig.catalog import Checkpoint, GeneratorSource, HubSource
+from rig.checkpoint_specs import adopted_as_it_is, revision, specification_path
 from rig.facts.state import Lines
 from rig.operations import jobs
 from rig.operations.common import Commands, note, refuse, remember, script
-from rig.operations.hostkit import SOURCE
 
-RECORDS = f"{layout.STATE}/checkpoints"
+# 595 GB at 100 Mbit/s take 13 hours; a job that outlasts this has hung.
+LIMIT_SECONDS = 48 * 3600
 
 
 @operation()
-def checkpoint(checkpoint_name: str, entry: Checkpoint, path: str) -> Commands:
-    """The checkpoint lies complete at `path`. What the operator put there is taken as it is and never changed."""
-    name, quoted = checkpoint_name, shlex.quote(path)
-    if not isinstance(entry.source, GeneratorSource):
-        yield from _already_there(name, entry, path)
-        return
-    wanted = generator_digest()
-    proof = f"grep -qsF {wanted} {RECORDS}/{name}.json && [ -e {quoted}/config.json ]"
-    if host.get_fact(Lines, script=f"{proof} && echo complete"):
+def checkpoint(checkpoint_name: str, entry: Checkpoint, path: str, hub_token: bool) -> Commands:
+    """The checkpoint lies complete at `path` and is recorded. What the operator put there is never changed.
+
+    Its state is rigctl's quick verification: size, modification time and inode of every file against the record of the
+    last full proof.
+    """
+    name, there = checkpoint_name, f"[ -e {shlex.quote(path)}/config.json ]"
+    status = f"{layout.RIGCTL} checkpoints status {name} --json"
+    found = host.get_fact(Lines, script=f"{status}; {there} && echo there")
+    state = _state(found)
+    if state.get("state") == "complete" and revision(entry) in (None, state.get("revision")):
         host.noop(f"{path} is complete")
         return
-    note(f"{path} is generated ({entry.source.generator})")
-    record = f'{{"path": "{path}", "generator": "{entry.source.generator}", "digest": "{wanted}"}}'
-    publish = f"printf '%s\\n' {shlex.quote(record)} > {RECORDS}/{name}.json"
-    make = f"{layout.RIGCTL} tiny-kimi {shlex.quote(entry.source.generator)} {quoted}"
-    # What lies there with a record of ours is an older or half-recorded product of the generator.
-    ours = f"[ ! -e {RECORDS}/{name}.json ] || rm -rf {quoted}"
-    yield script(remember("directory", path), f"mkdir -p {RECORDS} $(dirname {quoted})", ours)
+    if adopted_as_it_is(entry) and "there" not in found:
+        yield from refuse(_absent(name, entry, path))
+        return
+    note(f"{path}: {_what_happens(entry, state, 'there' in found)}")
+    # What staging brings is ours to take away; what is adopted is not.
+    brought = [] if "there" in found else [f"{there} || {{ {remember('directory', path)}; }}"]
+    yield script(*brought, f"mkdir -p {shlex.quote(path.rpartition('/')[0])}")
+    token = [f"LoadCredential=hub-token:{layout.CREDENTIALS}/hub-token"] if hub_token else []
     yield from jobs.run(
         jobs.LongJob(
-            unit=f"kimi-job-checkpoint-{name}-{wanted[:12]}",
-            argv=["sh", "-c", f"{make} && {publish}"],
-            proof=proof,
-            limit_seconds=600,
+            unit=f"kimi-job-checkpoint-{name}",
+            argv=[layout.RIGCTL, "checkpoints", "stage", name, "--spec", specification_path(name)],
+            proof=f"{layout.RIGCTL} checkpoints verify {name} >/dev/null",
+            limit_seconds=LIMIT_SECONDS,
+            properties=["EnvironmentFile=-/etc/environment", *token],
         )
     )
 
 
-@cache
-def generator_digest() -> str:
-    """sha256 over the generator's source: another generator makes other checkpoints."""
-    digest = hashlib.sha256()
-    for path in sorted((SOURCE / "rigctl").glob("tiny_kimi*/**/*.py")) + sorted(
-        (SOURCE / "rigctl").glob("tiny_kimi*.py")
-    ):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+def _state(lines: list[str]) -> dict[str, Any]:
+    for line in lines:
+        if line.startswith("{"):
+            found: dict[str, Any] = json.loads(line)
+            return found
+    return {}
 
 
-def _already_there(name: str, entry: Checkpoint, path: str) -> Commands:
-    if host.get_fact(Lines, script=f"[ -e {shlex.quote(path)}/config.json ] && echo there"):
-        host.noop(f"{path} is there")
-        return
-    source = entry.source
-    where = f"from {source.repository}" if isinstance(source, HubSource) else "there by hand"
-    pinned = " (no revision is pinned)" if isinstance(source, HubSource) and source.revision is None else ""
-    yield from refuse(f"checkpoint {name} is not at {path}: put it {where}{pinned} and deploy again")
+def _what_happens(entry: Checkpoint, state: dict[str, Any], there: bool) -> str:
+    if state.get("state") == "running":
+        return "the staging that is at work is followed"
+    if state.get("state") == "damaged":
+        return "damaged, is proved and repaired"
+    if isinstance(entry.source, GeneratorSource):
+        return f"is generated ({entry.source.generator})"
+    if there:
+        return "is proved and recorded as it lies there"
+    return f"is staged from {entry.source.repository}" if isinstance(entry.source, HubSource) else "is recorded"
+
+
+def _absent(name: str, entry: Checkpoint, path: str) -> str:
+    if isinstance(entry.source, HubSource):
+        return (
+            f"checkpoint {name} is not at {path} and {entry.source.repository} has no pinned revision: "
+            f"put one into checkpoints.yaml, or put the files there, and deploy again"
+        )
+    return f"checkpoint {name} is not at {path}: put it there and deploy again"

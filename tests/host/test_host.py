@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 from rig import layout
 from rig.catalog import ROOT, GeneratorSource
+from rig.checkpoint_specs import checkpoint_files
 from rig.hostfiles import POWER_UNIT
 from rig.operations.files import Directory, File, Link
 from rig.operations.hostkit import SOURCE, hostkit_path
 from rig.receipt import receipt_items
 from rig.settings import ACS_UNIT
 from rig.units import conflicts, run_specification, unit_files
-from rigctl.tiny_kimi.checkpoints import checkpoint_files
+from rigctl.tiny_kimi.checkpoints import checkpoint_files as generated
 from tasks.base import base_paths
 from tasks.engines import engine_inputs
 from tests.host.conftest import Target, json_of, run
@@ -89,11 +90,17 @@ def test_checkpoint(target: Target, checkpoint: str) -> None:
     path = target.plan.checkpoint_paths[checkpoint]
     source = target.plan.checkpoints[checkpoint].source
     assert target.host.file(f"{path}/config.json").exists, f"{checkpoint} is not at {path}"
+    verify = target.host.run(f"rigctl checkpoints verify {checkpoint}")
+    assert verify.rc == 0, verify.stdout + verify.stderr
     if isinstance(source, GeneratorSource):
-        entries = [File(f"{path}/{name}", data, "0644") for name, data in checkpoint_files(source.generator).items()]
-        assert not differences(target, entries)
+        files = generated(source.generator)
+        assert not differences(target, [File(f"{path}/{name}", data, mode="") for name, data in files.items()])
     readable = f"runuser -u {target.plan.data.service_user} -- sh -c 'cat {path}/config.json >/dev/null'"
     assert target.host.run(readable).rc == 0, f"{target.plan.data.service_user} cannot read {path}"
+
+
+def test_checkpoint_specifications(target: Target) -> None:
+    assert not differences(target, [File(path, data) for path, data in checkpoint_files(target.plan).items()])
 
 
 def test_unit_files(target: Target) -> None:

@@ -7,7 +7,16 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-MODULES: tuple[str, ...] = ("drift", "environment", "patches", "probes", "serve", "status", "tiny_kimi")
+MODULES: tuple[str, ...] = (
+    "checkpoints",
+    "drift",
+    "environment",
+    "patches",
+    "probes",
+    "serve",
+    "status",
+    "tiny_kimi",
+)
 
 
 class RigctlError(Exception):

@@ -1,0 +1,109 @@
+"""How each engine release takes an EAGLE-3 drafter: architectures, where it reads layer ids, what they mean.
+
+Facts by reading the releases: vLLM gpu_model_runner.py `_get_eagle3_aux_layers_from_config` (0.16.0, 0.21.0,
+0.23.0, 0.33.0); SGLang deepseek_v2.py `set_eagle3_layers_to_capture` and model_runner.py (0.5.9, 0.5.23).
+By model card and thread: lightseekorg/kimi-k2.5-eagle3-mla (vLLM >= 0.18, SGLang >= 0.5.12), sglang#25673.
+
+Ids are compared in one unit, the *input id*: k means the hidden state that goes into layer k, the one that
+comes out of layer k - 1. Both engines capture at the entry of a layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rigctl.cli import RigctlError
+
+KEY = "eagle_aux_hidden_state_layer_ids"
+MHA = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+MLA = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
+SPECULATORS = ("Eagle3Speculator",)
+CONVENTIONS = ("input", "output", "engine-default", "unknown")
+
+
+def version_tuple(text: str) -> tuple[int, ...]:
+    """(0, 5, 10) of 0.5.10.post1."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    if not match:
+        raise RigctlError(f"{text!r} is not an engine version")
+    return tuple(int(part) for part in match[0].split("."))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine release. `architectures`: what its model registry has, where the caller knows better."""
+
+    name: str
+    version: str
+    architectures: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in ("vllm", "sglang"):
+            raise RigctlError(f"engine {self.name!r} is not known: vllm or sglang")
+        version_tuple(self.version)
+
+    def at_least(self, version: str) -> bool:
+        """Whether this release is `version` or later."""
+        return version_tuple(self.version) >= version_tuple(version)
+
+    def known_architectures(self) -> tuple[str, ...]:
+        """Drafter architectures this release has."""
+        if self.architectures is not None:
+            return self.architectures
+        if self.name == "vllm":
+            return MHA + SPECULATORS + (MLA if self.at_least("0.18.0") else ())
+        return MHA[:1] + (MLA[:1] if self.at_least("0.5.12") else ())
+
+    def reads(self, config: Mapping[str, Any]) -> tuple[list[int] | None, str]:
+        """(ids as written, the key they were read from) by this release; None: it uses its default."""
+        nested = config.get("eagle_config")
+        nested_ids = nested.get(KEY) if isinstance(nested, Mapping) else None
+        if self.name == "sglang":
+            return (list(nested_ids), f"eagle_config.{KEY}") if nested_ids else (None, "")
+        if config.get(KEY):
+            return list(config[KEY]), KEY
+        if nested_ids and self.at_least("0.23.0"):
+            return list(nested_ids), f"eagle_config.{KEY}"
+        return None, ""
+
+    def captures(self, config: Mapping[str, Any], layers: int) -> tuple[list[int], str]:
+        """(input ids that this release will capture, why)."""
+        ids, key = self.reads(config)
+        if ids is None:
+            return default_ids(layers), "the engine's default, the config names none that it reads"
+        if self.name == "sglang":
+            return [layer + 1 for layer in ids], f"{key} {ids}, plus one"
+        return ids, f"{key} {ids}, as they are"
+
+    def wanted_keys(self, input_ids: Sequence[int]) -> dict[str, Any]:
+        """The config keys that make this release capture `input_ids`."""
+        if self.name == "sglang":
+            return {"eagle_config": {KEY: [layer - 1 for layer in input_ids], "use_aux_hidden_state": True}}
+        return {KEY: list(input_ids)}
+
+    def overwrite_variable(self) -> str | None:
+        """The variable that lets a drafter with a shorter context start."""
+        return "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN" if self.name == "sglang" else None
+
+
+def default_ids(layers: int) -> list[int]:
+    """Input ids both engines capture when they are told none."""
+    return [2, layers // 2, layers - 3]
+
+
+def trained_input_ids(convention: str, ids: Sequence[int] | None, layers: int) -> list[int] | None:
+    """What a drafter was trained on, as input ids; None if that is not known.
+
+    `input`: id k is the input of layer k (vLLM; speculators >= 0.5). `output`: id k is the output of layer k
+    (SpecForge, SGLang configs; speculators <= 0.4). `engine-default`: trained on what the engines default to.
+    """
+    if convention not in CONVENTIONS:
+        raise RigctlError(f"layer id convention {convention!r}: use one of {', '.join(CONVENTIONS)}")
+    if convention == "engine-default":
+        return default_ids(layers)
+    if convention == "unknown" or not ids:
+        return None
+    return [layer + 1 for layer in ids] if convention == "output" else list(ids)

@@ -1,0 +1,354 @@
+"""Does a drafter fit its target, on this engine release? From config files, safetensors headers and the two
+small vocabulary tables; no weights are loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rigctl.checkpoints import headers
+from rigctl.checkpoints.engines import MHA, MLA, SPECULATORS, Engine, trained_input_ids
+from rigctl.checkpoints.headers import BadFile, Tensor
+from rigctl.cli import RigctlError
+
+FLOATS = ("BF16", "F16", "F32")
+CONSEQUENCE = (
+    "measured on Kimi-K2.5 with a K2 drafter: about 15 % of 5 drafted tokens accepted and 0.66x of the base "
+    "throughput on vLLM 0.16, about 42 % on SGLang 0.5.9: measure it before you serve with it"
+)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the inventory records of a drafter: the target it was trained for, its layer ids, what notes say.
+    `accept_mismatch`: known to be one off and wanted so (to repeat an old measurement)."""
+
+    target: str | None = None
+    convention: str = "unknown"
+    layer_ids: tuple[int, ...] | None = None
+    accept_mismatch: bool = False
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Verdict:
+    """`refuse` faults mean: no unit may use the pair. `warn` and `note` are shown. `keys`: config keys that
+    this release must read for the right layers. `environment`: variables the unit needs."""
+
+    refuse: list[str] = field(default_factory=list)
+    warn: list[str] = field(default_factory=list)
+    note: list[str] = field(default_factory=list)
+    captured: list[int] = field(default_factory=list)
+    trained: list[int] | None = None
+    keys: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    architecture: str = ""
+
+    @property
+    def word(self) -> str:
+        """fits, warns or refused."""
+        return "refused" if self.refuse else "warns" if self.warn else "fits"
+
+    def to_json(self) -> dict[str, Any]:
+        """For --json."""
+        return {"verdict": self.word, **vars(self)}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        layers = f"captures the inputs of layers {self.captured}, trained on {self.trained or 'unknown ones'}"
+        return (
+            [f"{self.word}: {self.architecture or 'no architecture'}, {layers}"]
+            + [f"refuse: {text}" for text in self.refuse]
+            + [f"warn: {text}" for text in self.warn]
+            + [f"note: {text}" for text in self.note]
+            + [f"environment: {name}={value}" for name, value in self.environment.items()]
+        )
+
+
+@dataclass(frozen=True)
+class Model:
+    """A config (the text part for multimodal ones) and the tensors of the headers."""
+
+    root: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def number(self, key: str) -> int | None:
+        """An integer of the config, or None."""
+        value = self.config.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def read_model(root: Path, *, with_tensors: bool) -> Model:
+    """Read a checkpoint's config (and headers); raises RigctlError if there is nothing to read."""
+    place = root / "config.json"
+    try:
+        config = json.loads(place.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RigctlError(f"{place} does not exist: is the checkpoint staged?") from None
+    except (OSError, ValueError) as error:
+        raise RigctlError(f"{place} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise RigctlError(f"{place} is not a JSON object")
+    for inner in ("text_config", "transformer_layer_config"):
+        if isinstance(config.get(inner), dict):
+            config = {**config, **config[inner], "architectures": config.get("architectures")}
+    tensors: dict[str, Tensor] = {}
+    if with_tensors:
+        shards = sorted(root.glob("*.safetensors"))
+        if not shards:
+            raise RigctlError(f"{root} has no safetensors file: convert the drafter's weights first")
+        for shard in shards:
+            tensors.update(headers.read(shard))
+    return Model(root, config, tensors)
+
+
+def check(  # noqa: PLR0913 a pair and what it is to be used for
+    target: Path,
+    drafter: Path,
+    engine: Engine,
+    context: int,
+    training: Training,
+    *,
+    name: str | None = None,
+) -> Verdict:
+    """The verdict on one pair. `context`: the configuration's maximum model length in tokens; `name`: the
+    target's name in the inventory (default: its directory's)."""
+    verdict = Verdict()
+    main = read_model(target, with_tensors=False)
+    try:
+        draft = read_model(drafter, with_tensors=True)
+    except BadFile as error:
+        verdict.refuse.append(f"drafter {error}")
+        return verdict
+    _architecture(verdict, draft, engine)
+    _hidden_size(verdict, main, draft)
+    _vocabulary(verdict, main, draft, engine)
+    _layers(verdict, main, draft, engine, training)
+    _dtype(verdict, main, draft)
+    _context(verdict, draft, engine, context)
+    _provenance(verdict, draft, name or target.name, training)
+    return verdict
+
+
+def _architecture(verdict: Verdict, draft: Model, engine: Engine) -> None:
+    names = draft.config.get("architectures") or []
+    verdict.architecture = name = str(names[0]) if names else ""
+    if not name:
+        verdict.refuse.append("the drafter's config.json names no architecture")
+        return
+    if name not in engine.known_architectures():
+        known = ", ".join(engine.known_architectures())
+        hint = "; export it as LlamaForCausalLMEagle3 (SpecForge#231)" if name in SPECULATORS else ""
+        verdict.refuse.append(f"{engine.name} {engine.version} does not know {name} (it knows {known}){hint}")
+    is_mla = any("kv_a_proj" in tensor for tensor in draft.tensors)
+    if name in MHA and is_mla:
+        verdict.refuse.append(f"{name} is a plain-attention drafter, but its weights are MLA (kv_a_proj)")
+    if name in MLA and not is_mla:
+        verdict.refuse.append(f"{name} is an MLA drafter, but its weights have no kv_a_proj")
+    if name in MHA and engine.name == "vllm":
+        verdict.note.append("a plain-attention drafter on an MLA target needs an attention backend of its own")
+
+
+def _shape(draft: Model, suffix: str) -> tuple[int, ...] | None:
+    """Shape of the tensor whose name ends with `suffix` (a prefix such as `model.` may come before)."""
+    tensor = _find(draft, suffix)
+    return tensor.shape if tensor is not None else None
+
+
+def _hidden_size(verdict: Verdict, main: Model, draft: Model) -> None:
+    hidden, own = main.number("hidden_size"), draft.number("hidden_size")
+    fused = draft.number("target_hidden_size") or own
+    if hidden is None or own is None:
+        verdict.refuse.append("hidden_size is missing in the target's or the drafter's config.json")
+        return
+    if fused != hidden:
+        verdict.refuse.append(f"hidden size {fused} of the drafter's input, {hidden} of the target")
+    shape = _shape(draft, "fc.weight")
+    if shape is None:
+        verdict.refuse.append("no tensor fc.weight: not an EAGLE-3 drafter")
+    elif len(shape) != 2 or shape[0] != own or shape[1] % hidden:
+        verdict.refuse.append(f"fc.weight {list(shape)} does not join layers of {hidden} into {own}")
+
+
+def _find(draft: Model, *suffixes: str) -> Tensor | None:
+    for name, tensor in draft.tensors.items():
+        if any(name == suffix or name.endswith(f".{suffix}") for suffix in suffixes):
+            return tensor
+    return None
+
+
+def _vocabulary(verdict: Verdict, main: Model, draft: Model, engine: Engine) -> None:
+    whole = main.number("vocab_size")
+    own = draft.number("vocab_size") or draft.number("target_vocab_size")
+    small = draft.number("draft_vocab_size") or own
+    if whole is None or small is None:
+        verdict.refuse.append("vocab_size is missing in the target's or the drafter's config.json")
+        return
+    if own is not None and own != whole:
+        verdict.refuse.append(f"vocabulary of {own} tokens in the drafter, {whole} in the target: another tokenizer")
+        return
+    if small > whole:
+        verdict.refuse.append(f"draft vocabulary {small} is larger than the target's {whole}")
+        return
+    head = _shape(draft, "lm_head.weight")
+    if head is not None and head[0] != small:
+        verdict.refuse.append(f"lm_head has {head[0]} rows, draft_vocab_size is {small}")
+    if head is None and small < whole:
+        verdict.refuse.append(f"no lm_head for a draft vocabulary of {small}: the target's head has {whole} rows")
+    _tables(verdict, draft, engine, whole, small)
+
+
+def _tables(verdict: Verdict, draft: Model, engine: Engine, whole: int, small: int) -> None:
+    d2t, t2d = _find(draft, "d2t", "draft_id_to_target_id"), _find(draft, "t2d")
+    if small == whole:
+        if d2t is not None and engine.name == "vllm":
+            verdict.refuse.append("d2t with a full vocabulary: vLLM has no parameter to load it into, remove it")
+        return
+    if d2t is None:
+        verdict.refuse.append(f"draft vocabulary of {small} without d2t: drafted ids cannot be mapped to the target")
+        return
+    try:
+        targets = [offset + index for index, offset in enumerate(headers.read_int64(d2t))]
+        listed = headers.read_bool(t2d) if t2d is not None else None
+    except BadFile as error:
+        verdict.refuse.append(str(error))
+        return
+    fault = _d2t_fault(targets, whole, small)
+    if fault:
+        verdict.refuse.append(fault)
+        return
+    if listed is None:
+        return
+    if len(listed) != whole or {token for token, is_in in enumerate(listed) if is_in} != set(targets):
+        verdict.refuse.append(f"t2d ({len(listed)} entries, {sum(listed)} set) and d2t do not describe one vocabulary")
+
+
+def _d2t_fault(targets: list[int], whole: int, small: int) -> str | None:
+    if len(targets) != small:
+        return f"d2t has {len(targets)} entries, draft_vocab_size is {small}"
+    if min(targets) < 0 or max(targets) >= whole:
+        return f"d2t leads to tokens {min(targets)}..{max(targets)}, the target has 0..{whole - 1}"
+    if len(set(targets)) != small:
+        return "d2t maps two drafted ids to one token"
+    return None
+
+
+def _layers(verdict: Verdict, main: Model, draft: Model, engine: Engine, training: Training) -> None:
+    count = main.number("num_hidden_layers")
+    if count is None:
+        verdict.refuse.append("num_hidden_layers is missing in the target's config.json")
+        return
+    verdict.captured, why = engine.captures(draft.config, count)
+    shape, hidden = _shape(draft, "fc.weight"), main.number("hidden_size")
+    whole = bool(shape and len(shape) == 2 and hidden and shape[1] % hidden == 0)
+    joined = shape[1] // hidden if whole and shape and hidden else None
+    if joined is not None and len(set(verdict.captured)) != joined:
+        verdict.refuse.append(
+            f"fc.weight joins {joined} layers, {engine.name} will give {len(set(verdict.captured))} ({why}): "
+            "it would die at the first request"
+        )
+    outside = [layer for layer in verdict.captured if not 0 <= layer < count]
+    if outside:
+        verdict.refuse.append(f"layer ids {outside} are outside the target's {count} layers ({why})")
+    _conventions(verdict, draft, engine, training, count=count, why=why)
+
+
+def _conventions(  # noqa: PLR0913 the facts that decide
+    verdict: Verdict, draft: Model, engine: Engine, training: Training, *, count: int, why: str
+) -> None:
+    ids = list(training.layer_ids) if training.layer_ids else _written_ids(draft)
+    verdict.trained = trained_input_ids(training.convention, ids, count)
+    if verdict.trained is None:
+        verdict.warn.append(
+            f"the layer id convention this drafter was trained with is not recorded; {engine.name} takes the "
+            f"inputs of layers {verdict.captured} ({why}): acceptance that is low already at the first "
+            "position means they are one off"
+        )
+        return
+    if any(not 0 <= layer < count for layer in verdict.trained):
+        verdict.refuse.append(f"trained on inputs {verdict.trained}, the target has {count} layers")
+        return
+    verdict.keys = engine.wanted_keys(verdict.trained)
+    if verdict.trained != verdict.captured:
+        faults = verdict.warn if training.accept_mismatch else verdict.refuse
+        faults.append(
+            f"trained on the inputs of layers {verdict.trained}, {engine.name} {engine.version} would take "
+            f"{verdict.captured} ({why}): write {json.dumps(verdict.keys)} "
+            "into its config (rigctl checkpoints overlay does, beside the checkpoint)"
+        )
+
+
+def _written_ids(draft: Model) -> list[int] | None:
+    """The ids in the drafter's config, wherever they are."""
+    nested = draft.config.get("eagle_config")
+    inner = nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, Mapping) else None
+    ids = draft.config.get("eagle_aux_hidden_state_layer_ids") or inner
+    return list(ids) if isinstance(ids, list) else None
+
+
+def _dtype(verdict: Verdict, main: Model, draft: Model) -> None:
+    found = sorted({tensor.dtype for tensor in draft.tensors.values()} - {"I64", "BOOL", "I32"})
+    strange = [dtype for dtype in found if dtype not in FLOATS]
+    if strange and not draft.config.get("quantization_config"):
+        verdict.refuse.append(f"weights in {', '.join(strange)} without a quantization_config")
+    if len(found) > 1 and not strange:
+        verdict.warn.append(f"weights in {' and '.join(found)}: one of them was saved by mistake")
+    if "F32" in found:
+        verdict.warn.append("weights in F32: twice the memory and reading of BF16")
+    written = draft.config.get("torch_dtype") or draft.config.get("dtype")
+    names = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+    if written in names and found and names[written] not in found:
+        verdict.warn.append(f"config.json says {written}, the weights are {', '.join(found)}")
+    wanted = main.config.get("torch_dtype") or main.config.get("dtype")
+    if written and wanted and written != wanted:
+        verdict.warn.append(f"the drafter is {written}, the target {wanted}")
+
+
+def _context(verdict: Verdict, draft: Model, engine: Engine, context: int) -> None:
+    longest = draft.number("max_position_embeddings")
+    if longest is None:
+        verdict.warn.append("max_position_embeddings is missing in the drafter's config.json")
+        return
+    if longest >= context:
+        return
+    variable = engine.overwrite_variable()
+    if variable:
+        verdict.environment[variable] = "1"
+        verdict.warn.append(
+            f"max_position_embeddings {longest} is below the context of {context}: {engine.name} starts only "
+            f"with {variable}=1, and drafts beyond position {longest} are extrapolated"
+        )
+    else:
+        verdict.warn.append(
+            f"max_position_embeddings {longest} is below the context of {context}: {engine.name} drafts "
+            f"nothing for sequences beyond {longest} tokens"
+        )
+
+
+def _provenance(verdict: Verdict, draft: Model, target: str, training: Training) -> None:
+    if training.target is not None and training.target != target:
+        verdict.warn.append(f"trained for {training.target}, used with {target}; {CONSEQUENCE}")
+    for key, said in sorted(training.notes.items()):
+        found = draft.config.get(key)
+        if key in draft.config and found != said:
+            verdict.note.append(f"the notes say {key} {said}, the config says {found}")
+    own = draft.number("num_hidden_layers")
+    present = _layer_count(draft)
+    if own is not None and present and own != present:
+        verdict.note.append(f"config.json says {own} layers, the weights have {present}")
+
+
+def _layer_count(draft: Model) -> int:
+    """Decoder layers in the weights: `midlayer` is one, `layers.N` count by N."""
+    numbers = set()
+    for name in draft.tensors:
+        parts = name.split(".")
+        if "midlayer" in parts:
+            numbers.add("mid")
+        if "layers" in parts and parts.index("layers") + 1 < len(parts):
+            numbers.add(parts[parts.index("layers") + 1])
+    return len(numbers)

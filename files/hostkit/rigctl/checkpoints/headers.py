@@ -1,0 +1,105 @@
+"""What safetensors files say of themselves: names, dtypes, shapes. Only headers are read.
+
+Format (safetensors documentation): 8 bytes little-endian header length, JSON header with `data_offsets`
+relative to the end of the header, then the data, which must end where the last tensor ends.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from rigctl.cli import RigctlError
+
+LONGEST = 100_000_000  # bytes of header that the library accepts
+BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "I64": 64, "U64": 64, "F64": 64,
+}  # fmt: skip
+
+
+class BadFile(RigctlError):
+    """Not a whole safetensors file."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor: dtype as in the header (BF16, I32, ...), shape, and its bytes in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+    end: int
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """Tensors of one file by name; raises BadFile if it is truncated, too long or inconsistent."""
+    size = path.stat().st_size
+    with path.open("rb") as handle:
+        prefix = handle.read(8)
+        if len(prefix) < 8:
+            raise BadFile(f"{path.name}: {size} bytes, too short for a safetensors header")
+        (length,) = struct.unpack("<Q", prefix)
+        if length > LONGEST or 8 + length > size:
+            raise BadFile(f"{path.name}: header of {length} bytes in a file of {size}: truncated or not safetensors")
+        raw = handle.read(length)
+    try:
+        header = json.loads(raw, object_pairs_hook=_no_twins)
+        base = 8 + length
+        tensors = {name: _tensor(name, item, path, base) for name, item in header.items() if name != "__metadata__"}
+    except BadFile as error:
+        raise BadFile(f"{path.name}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadFile(f"{path.name}: header cannot be read: {error!r}") from error
+    end = max((tensor.end for tensor in tensors.values()), default=base)
+    if end != size:
+        what = "truncated" if end > size else "longer than its tensors"
+        raise BadFile(f"{path.name}: {what}: {size} bytes, the header accounts for {end}")
+    return tensors
+
+
+def _no_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for name in names if names.count(name) > 1)
+        raise BadFile(f"header names {twin!r} twice")
+    return content
+
+
+def _tensor(name: str, item: dict[str, object], path: Path, base: int) -> Tensor:
+    shape = tuple(int(extent) for extent in item["shape"])  # type: ignore[attr-defined]
+    start, end = (int(offset) for offset in item["data_offsets"])  # type: ignore[attr-defined]
+    dtype = str(item["dtype"])
+    if start > end or start < 0:
+        raise BadFile(f"tensor {name}: offsets {start}..{end}")
+    bits = BITS.get(dtype)
+    if bits is not None and math.prod(shape) * bits != (end - start) * 8:
+        raise BadFile(f"tensor {name}: {end - start} bytes for {dtype} {list(shape)}")
+    return Tensor(name, dtype, shape, path, base + start, base + end)
+
+
+def read_int64(tensor: Tensor) -> list[int]:
+    """The values of a small int64 tensor (a vocabulary table)."""
+    if tensor.dtype != "I64":
+        raise BadFile(f"{tensor.file.name}: {tensor.name} is {tensor.dtype}, must be I64")
+    with tensor.file.open("rb") as handle:
+        handle.seek(tensor.start)
+        data = handle.read(tensor.end - tensor.start)
+    return list(struct.unpack(f"<{len(data) // 8}q", data))
+
+
+def read_bool(tensor: Tensor) -> list[bool]:
+    """The values of a small boolean tensor."""
+    if tensor.dtype != "BOOL":
+        raise BadFile(f"{tensor.file.name}: {tensor.name} is {tensor.dtype}, must be BOOL")
+    with tensor.file.open("rb") as handle:
+        handle.seek(tensor.start)
+        return [bool(byte) for byte in handle.read(tensor.end - tensor.start)]

@@ -1,0 +1,252 @@
+"""Fetch one file over HTTP: ranges, validators, retries. The part of the hub's client that is missing.
+
+huggingface_hub 2.4.0 removes its partial file when a download fails and starts the next one at byte 0
+(file_download.py `_download_to_tmp_and_move`; huggingface_hub#4196): not good enough for shards of 9 GB.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import requests
+import urllib3
+
+from rigctl.checkpoints.manifest import Entry
+from rigctl.checkpoints.progress import Progress
+from rigctl.checkpoints.sink import Sink, SourceWrong
+from rigctl.checkpoints.spec import Spec
+from rigctl.checkpoints.verify import Cancelled
+from rigctl.cli import RigctlError
+
+CONNECT_TIMEOUT = 20.0  # seconds
+LONGEST_WAIT = 300.0  # seconds; a server may ask for less, not for more
+PROBE_BYTES = 8 << 20  # at most; they are fetched again, 0.001 % of the model
+PROBE_SECONDS = 3.0
+SWITCH_AFTER = 2  # failures without a byte before the next address is tried
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+
+
+class Refused(RigctlError):
+    """401 or 403: the credential does not open this source."""
+
+
+class GaveUp(RigctlError):
+    """Retries used up without one more byte."""
+
+
+class Transient(Exception):
+    """Worth another attempt; `wait` is what the server asked for, in seconds."""
+
+    def __init__(self, reason: str, wait: float | None = None) -> None:
+        super().__init__(reason)
+        self.wait = wait
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a file is now. `origin` names the server that answers for it, `token` goes to `url`'s host only;
+    `signed`: a storage link that runs out, so that a refusal means: ask for a new one."""
+
+    url: str
+    origin: str
+    token: str | None = None
+    signed: bool = False
+
+
+class Bearer(requests.auth.AuthBase):
+    """Our token or none; also keeps requests from taking one out of ~/.netrc."""
+
+    def __init__(self, token: str | None) -> None:
+        self._token = token
+
+    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        if self._token:
+            request.headers["Authorization"] = f"Bearer {self._token}"
+        return request
+
+
+Locate = Callable[[int], Location]  # attempt group 0, 1, ... -> address
+
+
+class HttpFetcher:
+    """Fetches files for one job; one session a worker thread."""
+
+    def __init__(self, spec: Spec, progress: Progress, stop: threading.Event) -> None:
+        self._spec = spec
+        self._progress = progress
+        self._stop = stop
+        self._local = threading.local()
+
+    def fetch(self, entry: Entry, sink: Sink, locate: Locate) -> None:
+        """Fill `sink` from where it is. Raises Refused, GaveUp, SourceWrong, DiskFull, Cancelled."""
+        failures = group = 0
+        while sink.offset < entry.size:
+            before = sink.offset
+            try:
+                self._stream(locate(group), entry, sink)
+            except Transient as error:
+                failures = 1 if sink.offset > before else failures + 1
+                if failures > self._spec.retries:
+                    raise GaveUp(
+                        f"{entry.path}: gave up after {failures} attempts without progress, last: {error}; "
+                        "what is fetched is kept, run the job again"
+                    ) from error
+                group = failures // SWITCH_AFTER
+                self._wait(entry, failures, error)
+
+    def _wait(self, entry: Entry, failures: int, error: Transient) -> None:
+        delay = min(self._spec.backoff * 2 ** (failures - 1), 60.0) * random.uniform(0.8, 1.2)  # noqa: S311
+        if error.wait is not None:
+            delay = min(max(delay, error.wait), LONGEST_WAIT)
+        self._progress.event(f"{entry.path}: {error}; again in {delay:.1f} s", retry=True)
+        if self._stop.wait(delay):
+            raise Cancelled("stopped; what is fetched is kept for the next run")
+
+    def session(self) -> requests.Session:
+        """This thread's session."""
+        if not hasattr(self._local, "session"):
+            self._local.session = requests.Session()
+        session: requests.Session = self._local.session
+        return session
+
+    def open(self, location: Location, headers: dict[str, str]) -> requests.Response:
+        """GET with the body left on the line; connection trouble is Transient."""
+        try:
+            return self.session().get(
+                location.url,
+                headers={"Accept-Encoding": "identity", **headers},
+                auth=Bearer(location.token),
+                stream=True,
+                timeout=(CONNECT_TIMEOUT, self._spec.stall),
+            )
+        except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema) as error:
+            raise SourceWrong(f"{location.origin} gives an address that cannot be used: {error}") from error
+        except requests.exceptions.TooManyRedirects as error:
+            raise SourceWrong(f"{location.origin} redirects in a circle") from error
+        except requests.exceptions.RequestException as error:
+            raise Transient(f"{location.origin}: {_short(error)}") from error
+
+    def _stream(self, location: Location, entry: Entry, sink: Sink) -> None:
+        headers = {}
+        known = sink.validator()
+        if sink.offset:
+            headers["Range"] = f"bytes={sink.offset}-"
+            if known and known.startswith(f'{location.origin} "'):
+                headers["If-Range"] = known.removeprefix(f"{location.origin} ")
+        with self.open(location, headers) as response:
+            if response.status_code == 416:
+                sink.restart("the source's file is shorter than what is here")
+                raise Transient(f"{location.origin} answers 416")
+            check_status(response, location, entry.path)
+            self._accept(response, location, entry, sink, known)
+            decode = response.headers.get("Content-Encoding", "identity") != "identity"
+            try:
+                # read1 gives what has arrived: read would lose a part of a block when the line breaks
+                while block := response.raw.read1(sink.limiter.block(), decode_content=decode):
+                    sink.write(block)
+            except (urllib3.exceptions.HTTPError, requests.exceptions.RequestException) as error:
+                raise Transient(f"the line broke at byte {sink.offset}: {_short(error)}") from error
+            except (ConnectionError, TimeoutError) as error:
+                raise Transient(f"the line broke at byte {sink.offset}: {_short(error)}") from error
+        if sink.offset < entry.size:
+            raise Transient(f"the line ended at byte {sink.offset} of {entry.size}")
+
+    def _accept(
+        self, response: requests.Response, location: Location, entry: Entry, sink: Sink, known: str | None
+    ) -> None:
+        """Make sure that the body continues what the sink has, else restart the sink or refuse."""
+        start, total = body_extent(response)
+        if total is not None and total != entry.size:
+            raise SourceWrong(
+                f"{entry.path}: {total} bytes at {location.origin}, {entry.size} in the manifest: "
+                "the source is not at the manifest's revision"
+            )
+        etag = response.headers.get("ETag", "")
+        validator = f"{location.origin} {etag}" if etag else None
+        changed = known and validator and known.split(" ")[0] == location.origin and known != validator
+        if sink.offset and (start == 0 or changed):
+            sink.restart("the source's file changed" if changed else "the source sends the file from its start")
+        if start != sink.offset:
+            raise Transient(f"{location.origin} answered from byte {start}, wanted {sink.offset}")
+        if validator and sink.offset == 0:
+            sink.remember(validator)
+
+    def probe(self, location: Location, most: int, seconds: float) -> float:
+        """Bytes a second of one connection, from at most `most` bytes; 0 if it cannot be measured."""
+        started = time.monotonic()
+        count = 0
+        try:
+            with self.open(location, {"Range": f"bytes=0-{most - 1}"}) as response:
+                response.raise_for_status()
+                for block in response.raw.stream(1 << 16, decode_content=False):
+                    count += len(block)
+                    if count >= most or time.monotonic() - started > seconds:
+                        break
+                if count < most:
+                    response.close()
+        except (Transient, requests.exceptions.RequestException, urllib3.exceptions.HTTPError, OSError):
+            return 0.0
+        self._progress.fetched += count
+        return count / max(time.monotonic() - started, 1e-6)
+
+
+def body_extent(response: requests.Response) -> tuple[int, int | None]:
+    """(first byte, size of the whole file or None) that a 200 or 206 answer announces."""
+    if response.status_code == 206:
+        match = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
+        if not match:
+            raise Transient("partial answer without a readable Content-Range")
+        return int(match[1]), None if match[3] == "*" else int(match[3])
+    length = response.headers.get("Content-Length", "")
+    encoded = response.headers.get("Content-Encoding", "identity") != "identity"
+    return 0, int(length) if length.isdigit() and not encoded else None
+
+
+def check_status(response: requests.Response, location: Location, what: str) -> None:
+    """Turn an HTTP status into Refused, SourceWrong or Transient."""
+    status = response.status_code
+    if status in (200, 206):
+        return
+    signed = location.signed or urlsplit(response.url).netloc != urlsplit(location.url).netloc
+    raise_for(status, location.origin, what, wait=retry_after(response), signed=signed)
+
+
+def raise_for(status: int, origin: str, what: str, *, wait: float | None, signed: bool = False) -> None:
+    """`signed`: the answer is from a storage server whose link may simply have run out."""
+    if status in (401, 403) and not signed:
+        raise Refused(
+            f"{what}: {origin} answers {status}: the token is missing, wrong, expired or lacks access; "
+            "what is fetched is kept, give a valid credential and run the job again"
+        )
+    if status in (404, 410):
+        raise SourceWrong(f"{what}: {origin} does not have it ({status})")
+    if status in (401, 403, 408, 425, 429) or status >= 500:
+        raise Transient(f"{origin} answers {status}", wait)
+    raise SourceWrong(f"{what}: {origin} answers {status}")
+
+
+def retry_after(response: requests.Response) -> float | None:
+    """Seconds that Retry-After asks for (number or date), or None."""
+    text = response.headers.get("Retry-After")
+    if not text:
+        return None
+    if text.strip().isdigit():
+        return float(text)
+    try:
+        return max(email.utils.parsedate_to_datetime(text).timestamp() - time.time(), 0.0)
+    except ValueError:
+        return None
+
+
+def _short(error: BaseException) -> str:
+    """The innermost reason, without addresses (they may be signed)."""
+    text = str(error.args[0]) if error.args else type(error).__name__
+    text = re.sub(r"https?://\S+|/\S*\?\S+", "...", text)
+    return f"{type(error).__name__}: {text[:160]}"

@@ -1,0 +1,302 @@
+"""A hub repository at a pinned commit: listing and addresses by huggingface_hub, bodies by our own fetcher.
+
+The hub's chunked transfer (hf_xet) runs in a process of its own, since it cannot resume inside a file
+(xet-core#358) and has been seen to hang (xet-core#883): when it stalls or fails, http takes over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rigctl.checkpoints.http import (
+    CONNECT_TIMEOUT,
+    PROBE_BYTES,
+    PROBE_SECONDS,
+    HttpFetcher,
+    Location,
+    Refused,
+    Transient,
+    raise_for,
+)
+from rigctl.checkpoints.manifest import Entry, Manifest
+from rigctl.checkpoints.progress import Progress
+from rigctl.checkpoints.sink import Sink, SourceWrong
+from rigctl.checkpoints.spec import HubSource, Spec
+from rigctl.checkpoints.verify import Cancelled
+from rigctl.cli import RigctlError
+
+XET_FROM = 64 << 20  # bytes; smaller files are not worth a process
+XET_ERRORS = 2  # failures after which a job stops trying it
+
+
+def _client() -> Any:
+    """huggingface_hub, told not to look for anybody's token and not to report usage."""
+    os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"  # noqa: S105 a switch
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    import huggingface_hub  # noqa: PLC0415 the environment must be set before
+
+    return huggingface_hub
+
+
+class Hub:
+    """One repository. `candidates`: the endpoint (None: the client's default), then the mirror."""
+
+    def __init__(self, source: HubSource, spec: Spec, progress: Progress, stop: threading.Event) -> None:
+        self.source = source
+        self._spec = spec
+        self._progress = progress
+        self._stop = stop
+        self._fetcher = HttpFetcher(spec, progress, stop)
+        self._client = _client()
+        self._candidates = [source.endpoint] + ([source.mirror] if source.mirror else [])
+        self._token = source.token.read() if source.token else None
+        self._preferred = 0  # the candidate that answered last: a dead endpoint is not asked for every file
+        self._xet_failures = 0
+        self._revision = source.revision
+
+    def describe(self) -> str:
+        """For records and messages."""
+        return f"hub:{self.source.repository}"
+
+    @property
+    def revision(self) -> str:
+        """The commit that is fetched; resolves `main` once if the spec allows that."""
+        if self._revision is None:
+            if not self.source.allow_unpinned:
+                raise RigctlError(
+                    f"{self.source.repository} has no pinned revision: pin it (and its manifest) in the "
+                    "inventory, or set allow_unpinned to take what the hub calls main today"
+                )
+            self._revision = str(self._ask(lambda api: api.model_info(self.source.repository).sha))
+            self._progress.event(f"{self.source.repository}: main is {self._revision} now; pin it")
+        return self._revision
+
+    def listing(self) -> Manifest:
+        """All files of the revision with sizes and digests, from the hub."""
+        revision = self.revision
+        files = self._ask(
+            lambda api: list(api.list_repo_tree(self.source.repository, revision=revision, recursive=True))
+        )
+        entries = [_entry(item) for item in files if hasattr(item, "blob_id")]
+        return Manifest(self.describe(), revision, tuple(entries))
+
+    def _ask(self, question: Any) -> Any:
+        """Ask the endpoint, then the mirror, each with retries."""
+        last: Transient | None = None
+        for attempt in range(self._spec.retries + 1):
+            chosen = (self._preferred + attempt) % len(self._candidates)
+            endpoint = self._candidates[chosen]
+            api = self._client.HfApi(endpoint=endpoint, token=self._token_for(endpoint) or False)
+            try:
+                answer = self._translated(lambda api=api: question(api), self.source.repository, api.endpoint)
+                self._preferred = chosen
+                return answer
+            except Transient as error:
+                last = error
+                if attempt == self._spec.retries:
+                    break
+                delay = max(min(self._spec.backoff * 2**attempt, 60.0), error.wait or 0.0)
+                self._progress.event(f"{self.source.repository}: {error}; again in {delay:.1f} s", retry=True)
+                if self._stop.wait(delay):
+                    raise Cancelled("stopped while the hub was asked for its file list") from error
+        raise RigctlError(f"{self.source.repository}: the hub cannot be asked: {last}")
+
+    def _token_for(self, endpoint: str | None) -> str | None:
+        """The token belongs to the endpoint, never to a mirror on another host."""
+        return self._token if endpoint == self.source.endpoint else None
+
+    def _translated(self, call: Any, what: str, origin: str) -> Any:
+        """Run a client call; its errors become Refused, SourceWrong or Transient."""
+        errors = self._client.errors
+        try:
+            return call()
+        except errors.GatedRepoError as error:
+            raise Refused(f"{what}: gated at {origin}: accept its terms with the token's account") from error
+        except errors.RevisionNotFoundError as error:
+            raise SourceWrong(f"{what}: {origin} does not know revision {self._revision}") from error
+        except errors.HfHubHTTPError as error:
+            status = error.response.status_code if error.response is not None else 599
+            wait = error.response.headers.get("Retry-After", "") if error.response is not None else ""
+            raise_for(status, origin, what, wait=float(wait) if wait.isdigit() else None)
+            raise Transient(f"{origin} answers {status}") from error
+        except (OSError, _http_error()) as error:
+            raise Transient(f"{origin}: {type(error).__name__}: {str(error)[:160]}") from error
+
+    def fetch(self, entry: Entry, sink: Sink) -> None:
+        """Fill the sink, by xet where that is wanted and nothing is there yet, else by http."""
+        if self._xet_wanted(entry, sink):
+            self._by_xet(entry, sink)
+        self._fetcher.fetch(entry, sink, lambda group: self._locate(entry, group))
+
+    def _locate(self, entry: Entry, group: int) -> Location:
+        chosen = (self._preferred + group) % len(self._candidates)
+        endpoint = self._candidates[chosen]
+        metadata, origin = self._metadata(entry, endpoint)
+        self._preferred = chosen
+        same_host = urlsplit(metadata.location).netloc == urlsplit(origin).netloc
+        token = self._token_for(endpoint) if same_host else None
+        return Location(metadata.location, origin, token, signed=not same_host)
+
+    def _metadata(self, entry: Entry, endpoint: str | None) -> tuple[Any, str]:
+        """The client's HEAD of a file: where it is, and whether it is the revision's."""
+        url = self._client.hf_hub_url(self.source.repository, entry.path, revision=self.revision, endpoint=endpoint)
+        parts = urlsplit(url)
+        origin = f"{parts.scheme}://{parts.netloc}"
+        metadata = self._translated(
+            lambda: self._client.get_hf_file_metadata(
+                url, token=self._token_for(endpoint) or False, timeout=CONNECT_TIMEOUT, endpoint=endpoint
+            ),
+            entry.path,
+            origin,
+        )
+        if metadata.commit_hash and metadata.commit_hash != self.revision:
+            raise SourceWrong(
+                f"{entry.path}: {origin} answers for commit {metadata.commit_hash}, wanted {self.revision}"
+            )
+        if metadata.size is not None and metadata.size != entry.size:
+            raise SourceWrong(
+                f"{entry.path}: {metadata.size} bytes at {origin}, {entry.size} in the manifest: "
+                "the manifest is not of this revision"
+            )
+        return metadata, origin
+
+    def probe(self, entry: Entry) -> float:
+        """Bytes a second of one connection."""
+        try:
+            return self._fetcher.probe(self._locate(entry, 0), PROBE_BYTES, PROBE_SECONDS)
+        except Transient:
+            return 0.0
+
+    def _xet_wanted(self, entry: Entry, sink: Sink) -> bool:
+        if self.source.transfer == "http" or self._spec.bandwidth_limit or sink.offset:
+            return False
+        if entry.size < XET_FROM or self._xet_failures >= XET_ERRORS or find_spec("hf_xet") is None:
+            return False
+        try:
+            metadata, _ = self._metadata(entry, self._candidates[0])
+        except Transient:
+            return False
+        return metadata.xet_file_data is not None
+
+    def _by_xet(self, entry: Entry, sink: Sink) -> None:
+        directory = sink.part.parent / f"{sink.part.name}.xet"
+        request = {
+            "repository": self.source.repository,
+            "revision": self.revision,
+            "endpoint": self._candidates[0],
+            "token": self._token_for(self._candidates[0]),
+            "path": entry.path,
+            "directory": str(directory),
+        }
+        reason = run_watched(
+            request,
+            directory,
+            entry.size,
+            stall=self._spec.stall,
+            progress=self._progress,
+            stop=self._stop,
+        )
+        fetched = directory / entry.path
+        if reason is None and fetched.is_file() and fetched.stat().st_size == entry.size:
+            fetched.replace(sink.part)
+            sink.reload()
+        else:
+            self._xet_failures += 1
+            self._progress.event(f"{entry.path}: chunked transfer failed ({reason}); http takes over", retry=True)
+        remove_tree(directory)
+
+
+def _entry(item: Any) -> Entry:
+    sha256 = item.lfs.sha256 if item.lfs is not None else None
+    return Entry(item.path, item.size, sha256=sha256, git_sha1=None if sha256 else item.blob_id)
+
+
+def _http_error() -> type[Exception]:
+    """The base error of the HTTP library that the installed huggingface_hub uses."""
+    for name in ("httpx2", "httpx"):
+        if find_spec(name) is not None:
+            found: type[Exception] = __import__(name).HTTPError
+            return found
+    return ConnectionError
+
+
+def run_watched(  # noqa: PLR0913 what a watched child needs
+    request: dict[str, Any],
+    directory: Path,
+    size: int,
+    *,
+    stall: float,
+    progress: Progress,
+    stop: threading.Event,
+) -> str | None:
+    """Run the chunked transfer in a child; None if it ended well, else why not. The token goes by stdin."""
+    directory.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "HF_HOME": str(directory / ".home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "rigctl.checkpoints.xet"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    assert child.stdin is not None and child.stderr is not None
+    child.stdin.write(json.dumps(request))
+    child.stdin.close()
+    counted, moved = 0, time.monotonic()
+    try:
+        while child.poll() is None:
+            if stop.wait(0.2):
+                raise Cancelled("stopped during the chunked transfer")
+            grown = min(_allocated(directory), size)
+            if grown > counted:
+                progress.advance(grown - counted)
+                counted, moved = grown, time.monotonic()
+            if time.monotonic() - moved > stall:
+                return f"no byte for {stall:.0f} s"
+        if child.returncode == 0:
+            return None
+        return (child.stderr.read().strip().splitlines() or [f"exit code {child.returncode}"])[-1][:200]
+    finally:
+        progress.advance(-counted)
+        if child.poll() is None:
+            child.kill()
+        child.wait()
+        child.stderr.close()
+
+
+def _allocated(directory: Path) -> int:
+    total = 0
+    for place, _, files in os.walk(directory):
+        for name in files:
+            try:
+                total += (Path(place) / name).stat().st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def remove_tree(directory: Path) -> None:
+    """Remove a directory of our own making."""
+    for place, names, files in os.walk(directory, topdown=False):
+        for name in files:
+            (Path(place) / name).unlink(missing_ok=True)
+        for name in names:
+            child = Path(place) / name
+            if child.is_symlink():
+                child.unlink()
+            else:
+                child.rmdir()
+    if directory.is_dir():
+        directory.rmdir()

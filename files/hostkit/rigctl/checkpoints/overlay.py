@@ -1,0 +1,53 @@
+"""A drafter's directory with another config.json, its weights linked: the checkpoint is never changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rigctl.checkpoints.hub import remove_tree
+from rigctl.checkpoints.paths import sync_directory, write_json
+from rigctl.cli import RigctlError
+
+MARK = ".rigctl-overlay.json"
+
+
+def write(drafter: Path, place: Path, keys: Mapping[str, Any]) -> bool:
+    """Make `place` an overlay of `drafter`, `keys` merged into config.json; False if it was already so."""
+    source = drafter.resolve()
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    for key, value in keys.items():
+        old = config.get(key)
+        config[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+    links = {item.name: str(item) for item in sorted(source.iterdir()) if item.name != "config.json"}
+    mark = {"drafter": str(source), "keys": dict(keys), "links": links}
+    if place.is_symlink() or (place.exists() and not (place / MARK).is_file()):
+        raise RigctlError(f"{place} exists and is not an overlay of ours: choose another directory")
+    if _is_current(place, config, mark):
+        return False
+    place.parent.mkdir(parents=True, exist_ok=True)
+    fresh = place.parent / f".{place.name}.new"
+    remove_tree(fresh)
+    fresh.mkdir()
+    for name, target in links.items():
+        (fresh / name).symlink_to(target)
+    write_json(fresh / "config.json", config)
+    write_json(fresh / MARK, mark)
+    fresh.chmod(0o755)
+    remove_tree(place)
+    fresh.rename(place)
+    sync_directory(place.parent)
+    return True
+
+
+def _is_current(place: Path, config: dict[str, Any], mark: dict[str, Any]) -> bool:
+    try:
+        return (
+            json.loads((place / "config.json").read_text(encoding="utf-8")) == config
+            and json.loads((place / MARK).read_text(encoding="utf-8")) == mark
+            and all((place / name).is_symlink() for name in mark["links"])
+        )
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,134 @@
+"""Records: what this program knows of the checkpoints on this host, one JSON file each.
+
+They live in the state directory, never in the checkpoint: an adopted directory belongs to the operator.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rigctl.checkpoints import manifest as manifests
+from rigctl.checkpoints.manifest import Manifest
+from rigctl.checkpoints.paths import read_json, write_json
+from rigctl.checkpoints.verify import Seen
+from rigctl.cli import RigctlError
+
+STATE_DIRECTORY = Path("/var/lib/kimi-rig/checkpoints")
+FORMAT = 1
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")
+
+
+def check_name(name: str) -> str:
+    """A checkpoint's name: lower case, digits, dot, dash, underscore; it becomes a file name."""
+    if not _NAME.fullmatch(name):
+        raise RigctlError(f"checkpoint name {name!r}: use a-z, 0-9, '.', '_' and '-', at most 80")
+    return name
+
+
+@dataclass
+class Record:
+    """A checkpoint that was proved. `origin`: staged (ours) or adopted (the operator's, left as it is)."""
+
+    name: str
+    path: str
+    origin: str
+    manifest: Manifest
+    seen: dict[str, Seen]
+    verified_at: float
+    verified_seconds: float
+    kind: str = "target"
+    read_only: bool = False
+    foreign: list[str] = field(default_factory=list)
+    damaged: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The form on disk."""
+        content = {key: value for key, value in vars(self).items() if key not in ("manifest", "seen")}
+        return {
+            "format": FORMAT,
+            **content,
+            "manifest": self.manifest.to_json(),
+            "seen": {path: asdict(seen) for path, seen in self.seen.items()},
+        }
+
+
+def parse(content: Any, where: str) -> Record:
+    """Read a record's JSON form."""
+    try:
+        if content["format"] != FORMAT:
+            raise RigctlError(f"{where}: record format {content['format']!r}, this program reads {FORMAT}")
+        return Record(
+            name=content["name"],
+            path=content["path"],
+            origin=content["origin"],
+            manifest=manifests.parse(content["manifest"], where),
+            seen={path: Seen(**seen) for path, seen in content["seen"].items()},
+            verified_at=float(content["verified_at"]),
+            verified_seconds=float(content["verified_seconds"]),
+            kind=content["kind"],
+            read_only=bool(content["read_only"]),
+            foreign=list(content["foreign"]),
+            damaged=dict(content["damaged"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RigctlError(
+            f"{where} is not a record of this program ({error!r}): move it away and verify or adopt again"
+        ) from error
+
+
+class State:
+    """The state directory: records, job states and locks."""
+
+    def __init__(self, root: Path = STATE_DIRECTORY) -> None:
+        self.root = root
+
+    def record_path(self, name: str) -> Path:
+        """Where the record of a checkpoint is."""
+        return self.root / f"{check_name(name)}.json"
+
+    def job_path(self, name: str) -> Path:
+        """Where a staging job writes its progress."""
+        return self.root / "jobs" / f"{check_name(name)}.json"
+
+    def lock_path(self, key: str) -> Path:
+        """Where the lock of a destination is."""
+        return self.root / "locks" / f"{key}.lock"
+
+    def names(self) -> list[str]:
+        """Checkpoints with a record or a job."""
+        places = [*self.root.glob("*.json"), *(self.root / "jobs").glob("*.json")]
+        return sorted({place.stem for place in places if _NAME.fullmatch(place.stem)})
+
+    def load(self, name: str) -> Record | None:
+        """The record, or None if there is none."""
+        place = self.record_path(name)
+        if not place.exists():
+            return None
+        return parse(read_json(place, "record"), str(place))
+
+    def require(self, name: str) -> Record:
+        """The record, or a RigctlError that says what to do."""
+        record = self.load(name)
+        if record is None:
+            raise RigctlError(f"no checkpoint {name!r} is recorded in {self.root}: stage or adopt it first")
+        return record
+
+    def save(self, record: Record) -> None:
+        """Write the record whole."""
+        write_json(self.record_path(record.name), record.to_json())
+
+
+def from_environment() -> State:
+    """The state directory: $RIGCTL_CHECKPOINTS, systemd's $STATE_DIRECTORY, or the default."""
+    chosen = os.environ.get("RIGCTL_CHECKPOINTS")
+    return State(Path(chosen)) if chosen else State()
+
+
+def now() -> float:
+    """Seconds since 1970."""
+    return time.time()

@@ -1,0 +1,167 @@
+"""A file being filled: resumed, hashed as it grows, never longer than its manifest says."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+from rigctl.checkpoints.manifest import Entry
+from rigctl.checkpoints.progress import Progress
+from rigctl.checkpoints.verify import Cancelled, hash_file
+from rigctl.cli import RigctlError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DiskFull(RigctlError):
+    """The destination's file system, quota or file size limit is exhausted."""
+
+
+class SourceWrong(RigctlError):
+    """The source has something else than the manifest: no retry can help."""
+
+
+def disk_error(error: OSError, where: str) -> RigctlError:
+    """A failed write as DiskFull or, for every other reason, as it is."""
+    if error.errno in FULL:
+        return DiskFull(f"{error.strerror} at {where}")
+    return RigctlError(f"{error.filename or where} cannot be used: {error.strerror or error}")
+
+
+class Limiter:
+    """One bandwidth limit (bytes a second; None: none) shared by all workers of a job."""
+
+    def __init__(self, rate: int | None) -> None:
+        self.rate = rate
+        self._ready = 0.0
+        self._lock = threading.Lock()
+
+    def block(self) -> int:
+        """Bytes to move at a time: about a tenth of a second's worth, at most 1 MiB."""
+        return 1 << 20 if self.rate is None else min(1 << 20, max(1 << 14, self.rate // 10))
+
+    def take(self, count: int, stop: threading.Event) -> None:
+        """Wait until `count` more bytes are allowed, or the job stops."""
+        if self.rate is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._ready = max(self._ready, now) + count / self.rate
+            wait = self._ready - now
+        stop.wait(wait)
+
+
+class Sink:
+    """A part file and the digest of what is in it. Use as a context manager."""
+
+    def __init__(self, part: Path, entry: Entry, progress: Progress, limiter: Limiter, stop: threading.Event) -> None:
+        self.part = part
+        self.entry = entry
+        self.offset = 0
+        self.limiter = limiter
+        self.stop = stop
+        self._note = part.with_name(part.name + ".validator")
+        self._progress = progress
+        self._hasher = entry.hasher()
+        self._descriptor = -1
+
+    def __enter__(self) -> Sink:
+        self._descriptor = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._take_up()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+    def _take_up(self) -> None:
+        size = os.fstat(self._descriptor).st_size
+        if size > self.entry.size:
+            os.ftruncate(self._descriptor, 0)
+            size = 0
+        if size:
+            hash_file(self.part, self._hasher, lambda _: self._unless_stopped(), upto=size)
+            self.offset = size
+            self._progress.advance(size, fetched=False)
+        os.lseek(self._descriptor, self.offset, os.SEEK_SET)
+
+    def reload(self) -> None:
+        """Take up what another program wrote to the part file."""
+        self._progress.advance(-self.offset)
+        os.close(self._descriptor)
+        self._descriptor = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self.offset = 0
+        self._hasher = self.entry.hasher()
+        self._take_up()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append; raises SourceWrong past the manifest's size, DiskFull, or Cancelled."""
+        self._unless_stopped()
+        if self.offset + len(data) > self.entry.size:
+            raise SourceWrong(
+                f"{self.entry.path}: the source sends more than the {self.entry.size} bytes of the manifest"
+            )
+        self.limiter.take(len(data), self.stop)
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+        except OSError as error:
+            raise self._disk_error(error) from error
+        self._hasher.update(data)
+        self.offset += len(data)
+        self._progress.advance(len(data))
+
+    def _unless_stopped(self) -> None:
+        if self.stop.is_set():
+            raise Cancelled("stopped; what is fetched is kept for the next run")
+
+    def _disk_error(self, error: OSError) -> RigctlError:
+        # a short write may have happened: keep exactly what was counted and hashed
+        os.ftruncate(self._descriptor, self.offset)
+        os.lseek(self._descriptor, self.offset, os.SEEK_SET)
+        return disk_error(error, f"{self.entry.path}, byte {self.offset}")
+
+    def restart(self, why: str) -> None:
+        """Drop what is there and begin at byte 0."""
+        if self.offset:
+            self._progress.event(f"{self.entry.path}: {why}; {self.offset} bytes are dropped and fetched again")
+        self._progress.advance(-self.offset)
+        os.ftruncate(self._descriptor, 0)
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        self.offset = 0
+        self._hasher = self.entry.hasher()
+        self._note.unlink(missing_ok=True)
+
+    def validator(self) -> str | None:
+        """What identified the source's version of this file when the part was begun (an ETag), if known."""
+        try:
+            return self._note.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
+    def remember(self, validator: str) -> None:
+        """Keep the source's ETag beside the part."""
+        try:
+            self._note.write_text(validator, encoding="utf-8")
+        except OSError:
+            self._note.unlink(missing_ok=True)  # a cut-off note would look like another version
+            raise
+
+    def finish(self) -> str:
+        """Flush to the disk and return the digest."""
+        if self.offset != self.entry.size:
+            raise SourceWrong(
+                f"{self.entry.path}: the source ends at byte {self.offset}, the manifest says {self.entry.size}"
+            )
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise self._disk_error(error) from error
+        self._note.unlink(missing_ok=True)
+        return self._hasher.digest()

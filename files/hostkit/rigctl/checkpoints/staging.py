@@ -1,0 +1,701 @@
+"""Bring a checkpoint to its destination: complete and proved, or not there under its final name."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rigctl.checkpoints import manifest as manifests
+from rigctl.checkpoints import record as records
+from rigctl.checkpoints import structure, verify
+from rigctl.checkpoints.http import GaveUp
+from rigctl.checkpoints.hub import remove_tree
+from rigctl.checkpoints.manifest import Entry, Manifest, walk
+from rigctl.checkpoints.paths import make_parents
+from rigctl.checkpoints.progress import Progress, human_bytes, human_seconds
+from rigctl.checkpoints.record import Record, State
+from rigctl.checkpoints.sink import DiskFull, Limiter, Sink, SourceWrong, disk_error
+from rigctl.checkpoints.sources import FileSource, TreeSource, open_source
+from rigctl.checkpoints.spec import GeneratorSource, HubSource, LocalSource, Spec
+from rigctl.checkpoints.verify import Cancelled, Report, Seen
+from rigctl.checkpoints.workplace import Workplace, close, locked, settle
+from rigctl.cli import RigctlError
+
+PROBE_FROM = 16 << 30  # bytes; less is there soon, and what the probe fetches must not count
+
+
+class WrongBytes(RigctlError):
+    """The source sends other bytes than the manifest's digest, twice."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job will do, in bytes and seconds, before it moves any."""
+
+    name: str
+    destination: str
+    source: str
+    revision: str | None
+    bytes_total: int
+    bytes_here: int
+    files: int
+    free: int
+    inodes_free: int | None
+    rate: float | None
+    seconds: float | None
+
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes still to fetch."""
+        return self.bytes_total - self.bytes_here
+
+    def to_json(self) -> dict[str, Any]:
+        """For --json."""
+        return {**vars(self), "bytes_needed": self.bytes_needed}
+
+    def line(self) -> str:
+        """For people."""
+        pace = f"{human_bytes(self.rate)}/s" if self.rate else "not measured"
+        return (
+            f"{self.name}: {self.files} files, {human_bytes(self.bytes_total)} from {self.source}"
+            f"{f' at {self.revision}' if self.revision else ''}; {human_bytes(self.bytes_here)} are here, "
+            f"{human_bytes(self.bytes_needed)} to fetch, {human_bytes(self.free)} free; "
+            f"rate {pace}, about {human_seconds(self.seconds)}"
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended. `state`: staged, adopted, present (nothing to do) or repaired."""
+
+    state: str
+    changed: bool
+    record: Record
+
+
+class Job:
+    """One run of staging or repair for one spec. Call under `run`; `stop` ends it within a block."""
+
+    def __init__(self, spec: Spec, state: State, progress: Progress, stop: threading.Event) -> None:
+        self.spec = spec
+        self.state = state
+        self.progress = progress
+        self.stop = stop
+        self.destination = spec.directory()
+        self.workplace = Workplace(self.destination)
+        self._limiter = Limiter(spec.bandwidth_limit)
+        self._abort = threading.Event()
+        self._line_is_down = threading.Event()
+        self._replaces = False
+        self._source: FileSource | TreeSource | None = None
+
+    @property
+    def source(self) -> FileSource | TreeSource:
+        """The spec's source, opened once it is needed."""
+        if self._source is None:
+            self._source = open_source(self.spec, self.progress, self._abort)
+        return self._source
+
+    # -- staging -------------------------------------------------------------------------------------------
+
+    def stage(self) -> Outcome:
+        """Stage, adopt or confirm; see docs/checkpoints.md for what happens to a directory that is there."""
+        with locked(self.state, self.spec.name, self.destination), self._stopping():
+            self._finish_publication()
+            known = self._known()
+            if known is not None:
+                return known
+            if not self._replaces and self._occupied():
+                return self._take_what_is_there()
+            return self._fetch_and_publish()
+
+    def _stopping(self) -> _Forward:
+        return _Forward(self.stop, self._abort)
+
+    def _finish_publication(self) -> None:
+        record = self.workplace.unfinished()
+        if record is None:
+            return
+        report = verify.quick(self.destination, record.manifest, record.seen)
+        if report.complete:
+            close(self.destination, record.read_only)
+            self.state.save(record)
+            self.workplace.remove()
+            self.progress.event("the publication of an earlier run was finished")
+
+    def _known(self) -> Outcome | None:
+        """The recorded checkpoint, if it is what the spec wants and still as it was proved."""
+        record = self.state.load(self.spec.name)
+        if record is None or not self.destination.exists():
+            return None
+        if Path(record.path) != self.destination:
+            raise RigctlError(
+                f"{self.spec.name} is recorded at {record.path}, the spec wants {self.destination}: "
+                f"forget it first (rigctl checkpoints forget {self.spec.name}); no file is removed by that"
+            )
+        wanted = self._wanted_instead(record)
+        if wanted is not None:
+            if self.spec.replace and record.origin == "staged":
+                self._replaces = True
+                return None
+            raise RigctlError(
+                f"{self.destination} holds {record.manifest.revision or 'another content'}, the spec wants "
+                f"{wanted}: give the new revision another directory, set replace (what was staged by this "
+                "program only), or move the old one away and forget it; nothing was touched"
+            )
+        report = quick_report(record)
+        if not report.complete:
+            raise RigctlError(
+                f"{self.destination} is not as it was proved:\n  " + "\n  ".join(report.lines()[:20]) + "\n"
+                f"prove it again (rigctl checkpoints verify --full {self.spec.name}), repair it"
+                + (", or adopt it again if the change is yours" if record.origin == "adopted" else "")
+            )
+        self.progress.total = self.progress.done = record.manifest.total
+        return Outcome("present", False, record)
+
+    def _wanted_instead(self, record: Record) -> str | None:
+        """What the spec wants, if that is not what the record has."""
+        source = self.spec.source
+        wanted = self._pinned_manifest()
+        if wanted is not None and wanted.identity() != record.manifest.identity():
+            return wanted.revision or "another content"
+        if not isinstance(source, HubSource | GeneratorSource) or record.origin != "staged":
+            return None
+        return source.revision if source.revision not in (None, record.manifest.revision) else None
+
+    def _pinned_manifest(self) -> Manifest | None:
+        if self.spec.manifest is None:
+            return None
+        manifest = manifests.load(Path(self.spec.manifest))
+        source = self.spec.source
+        if isinstance(source, HubSource) and source.revision and manifest.revision != source.revision:
+            raise RigctlError(
+                f"{self.spec.manifest} is of revision {manifest.revision}, the spec pins {source.revision}: "
+                "pin again to write the right manifest"
+            )
+        return manifest.select(self.spec.include, self.spec.exclude)
+
+    def _manifest(self) -> Manifest | None:
+        """The pinned manifest, or what the source lists; None where only the finished files tell."""
+        pinned = self._pinned_manifest()
+        if pinned is not None:
+            return pinned
+        listed = self.source.listing()
+        return listed.select(self.spec.include, self.spec.exclude) if listed is not None else None
+
+    def _occupied(self) -> bool:
+        """Whether the destination holds anything that is not ours to replace."""
+        place = self.destination
+        if not place.exists():
+            if place.is_symlink():
+                raise RigctlError(f"{place} is a link to itself")
+            if not place.parent.is_dir():
+                raise RigctlError(f"{place.parent} does not exist: make it (or mount it) first")
+            return False
+        if not place.is_dir():
+            raise RigctlError(f"{place} is a file, not a directory: move it away, nothing was touched")
+        if os.path.ismount(place):
+            raise RigctlError(f"{place} is a mount point, it cannot be replaced whole: choose a directory in it")
+        return any(place.iterdir())
+
+    def _take_what_is_there(self) -> Outcome:
+        source = self.spec.source
+        if isinstance(source, LocalSource) and Path(source.path).resolve() == self.destination:
+            return Outcome("adopted", True, adopt_as_it_is(self.spec, self.state, self.destination, self._read))
+        manifest = self._manifest()
+        if manifest is None:
+            raise RigctlError(f"{self.destination} is not empty and its source has no manifest: adopt it instead")
+        sizes = by_size(self.destination, manifest)
+        if not sizes.complete:
+            raise RigctlError(half_copied(self.destination, manifest, sizes))
+        self.progress.phase, self.progress.total = "verify", manifest.total
+        report = verify.full(self.destination, manifest, advance=self._read, stop=self._abort)
+        if not report.complete:
+            raise RigctlError(half_copied(self.destination, manifest, report))
+        return Outcome("adopted", True, adopt(self.spec, self.state, self.destination, manifest, report))
+
+    def _read(self, count: int) -> None:
+        self.progress.advance(count, fetched=False)
+
+    # -- fetching ------------------------------------------------------------------------------------------
+
+    def plan(self, manifest: Manifest, probe: bool = True) -> Plan:
+        """Bytes, space and time of what is still to do."""
+        here = self.workplace.allocated(manifest)
+        free, inodes = free_space(self.destination.parent)
+        needed = manifest.total - here
+        rate: float | None = self.spec.bandwidth_limit
+        if rate is None and probe and needed >= PROBE_FROM and hasattr(self.source, "probe"):
+            # one connection is the lower bound: the workers share the line, they do not slow each other first
+            largest = max(manifest.files, key=lambda entry: entry.size)
+            rate = self.source.probe(largest) or None
+        return Plan(
+            name=self.spec.name,
+            destination=str(self.destination),
+            source=self.source.describe(),
+            revision=manifest.revision,
+            bytes_total=manifest.total,
+            bytes_here=here,
+            files=len(manifest.files),
+            free=free,
+            inodes_free=inodes,
+            rate=rate,
+            seconds=needed / rate if rate else None,
+        )
+
+    def refuse_without_space(self, plan: Plan) -> None:
+        """Raise before the first byte if the file system cannot hold the rest."""
+        short = plan.bytes_needed + self.spec.reserve_bytes - plan.free
+        if short > 0:
+            raise RigctlError(
+                f"{self.destination.parent} has {human_bytes(plan.free)} free, the checkpoint needs "
+                f"{human_bytes(plan.bytes_needed)} and {human_bytes(self.spec.reserve_bytes)} must stay "
+                f"free: {human_bytes(short)} are missing; nothing was fetched"
+            )
+        if plan.inodes_free is not None and plan.files + self.spec.reserve_inodes > plan.inodes_free:
+            raise RigctlError(
+                f"{self.destination.parent} has {plan.inodes_free} inodes free, the checkpoint needs "
+                f"{plan.files} and {self.spec.reserve_inodes} must stay free; nothing was fetched"
+            )
+
+    def _fetch_and_publish(self) -> Outcome:
+        uid, gid = owner_ids(self.spec)
+        manifest = self._manifest()
+        if manifest is not None:
+            plan = self.plan(manifest)
+            self.progress.event(plan.line())
+            self.refuse_without_space(plan)
+        self._begin(manifest, uid, gid)
+        started = time.monotonic()
+        manifest, seen = self._fetch(manifest)
+        self.progress.phase = "publish"
+        self._check_structure()
+        record = Record(
+            name=self.spec.name,
+            path=str(self.destination),
+            origin="staged",
+            manifest=manifest,
+            seen=seen,
+            verified_at=records.now(),
+            verified_seconds=round(time.monotonic() - started, 3),
+            kind=self.spec.kind,
+            read_only=self.spec.read_only,
+        )
+        self.workplace.publish(record, uid, gid, replace=self._replaces)
+        close(self.destination, record.read_only)
+        self.state.save(record)
+        self.workplace.remove()
+        return Outcome("staged", True, record)
+
+    def _begin(self, manifest: Manifest | None, uid: int, gid: int) -> None:
+        try:
+            self.workplace.begin(manifest)
+        except OSError as error:
+            raise disk_error(error, str(self.workplace.root)) from error
+        if (uid, gid) == (-1, -1):
+            return
+        try:
+            os.chown(self.workplace.tree, uid, gid)
+            os.chown(self.workplace.tree, os.geteuid(), os.getegid())
+        except PermissionError as error:
+            raise RigctlError(
+                f"files in {self.destination.parent} cannot be given to {self.spec.owner}:{self.spec.group} "
+                "(NFS with root squash?): leave owner and group out of this checkpoint's entry"
+            ) from error
+
+    def _fetch(self, manifest: Manifest | None) -> tuple[Manifest, dict[str, Seen]]:
+        """Fill the workplace's tree; (what it is, what stat said of each file)."""
+        self.progress.phase = "fetch"
+        if manifest is not None:
+            self.progress.total, self.progress.files_total = manifest.total, len(manifest.files)
+        source = self.source
+        if hasattr(source, "fetch"):
+            assert manifest is not None
+            return manifest, self._fetch_files(manifest.files)
+        if manifest is None:
+            return self._generate(source)
+        return manifest, self._fetch_tree(source, manifest.files)
+
+    def _fetch_files(self, entries: Sequence[Entry]) -> dict[str, Seen]:
+        """All entries by a pool of workers; smallest first, so that a refused token shows soon."""
+        return self._pool(entries, self._fetch_file)
+
+    def _pool(self, entries: Sequence[Entry], work: Callable[[Entry], Seen]) -> dict[str, Seen]:
+        seen: dict[str, Seen] = {}
+        faults: list[RigctlError] = []
+        with ThreadPoolExecutor(self.spec.workers, thread_name_prefix="fetch") as pool:
+            ordered = sorted(entries, key=lambda entry: (entry.size, entry.path))
+            futures = {pool.submit(self._guarded, work, entry): entry for entry in ordered}
+            for future in as_completed(futures):
+                try:
+                    seen[futures[future].path] = future.result()
+                except RigctlError as error:
+                    faults.append(error)
+                except BaseException:
+                    self._abort.set()
+                    raise
+        if faults:
+            raise summary(faults, self.workplace.root, stopped=self.stop.is_set())
+        return seen
+
+    def _guarded(self, work: Callable[[Entry], Seen], entry: Entry) -> Seen:
+        """Run one file's work; a fault that every other file would meet as well stops them all."""
+        if self._abort.is_set() or self._line_is_down.is_set():
+            raise Cancelled("stopped; what is fetched is kept for the next run")
+        self.progress.file_starts(entry.path, entry.size)
+        right = False
+        try:
+            seen = work(entry)
+            right = True
+            return seen
+        except OSError as error:
+            self._abort.set()
+            raise disk_error(error, entry.path) from error
+        except GaveUp:
+            # files that are under way may still come; to cut them off would waste what is on its way
+            self._line_is_down.set()
+            raise
+        except Exception as error:
+            if not isinstance(error, WrongBytes | SourceWrong):
+                self._abort.set()
+            raise
+        finally:
+            self.progress.file_ends(entry.path, right=right)
+
+    def _fetch_file(self, entry: Entry) -> Seen:
+        done = self.workplace.proved(entry)
+        if done is not None:
+            self.progress.advance(entry.size, fetched=False)
+            return done
+        source = self.source
+        assert hasattr(source, "fetch")
+        part = self.workplace.part(entry)
+        with Sink(part, entry, self.progress, self._limiter, self._abort) as sink:
+            for _ in range(2):
+                source.fetch(entry, sink)
+                digest = sink.finish()
+                if digest == entry.digest():
+                    return self.workplace.accept(entry, part)
+                sink.restart(f"its bytes have {digest}, the manifest says {entry.digest()}")
+        raise WrongBytes(
+            f"{entry.path}: {source.describe()} sends {digest}, the manifest says {entry.digest()}, twice: "
+            "the source is damaged or not at this revision; nothing of this file is kept"
+        )
+
+    def _fetch_tree(self, source: TreeSource, entries: Sequence[Entry]) -> dict[str, Seen]:
+        """Let the source fill a directory, prove each file, and once more what was wrong."""
+        seen: dict[str, Seen] = {}
+        incoming = self.workplace.root / "incoming"
+        incoming.mkdir(exist_ok=True)
+        left = self._take_proved(entries, seen)
+        for _ in range(2):
+            if left:
+                self._drop_too_long(incoming, left)
+                source.fill(incoming, left)
+                left = self._prove(incoming, left, seen)
+        if left:
+            raise WrongBytes(
+                f"{left[0].path} and {len(left) - 1} more: {source.describe()} sends other bytes than the "
+                "manifest says, twice; nothing of them is kept"
+            )
+        remove_tree(incoming)
+        return seen
+
+    def _take_proved(self, entries: Sequence[Entry], seen: dict[str, Seen]) -> list[Entry]:
+        left = []
+        for entry in entries:
+            done = self.workplace.proved(entry)
+            if done is None:
+                left.append(entry)
+            else:
+                seen[entry.path] = done
+                self.progress.advance(entry.size, fetched=False)
+                self.progress.files_done += 1
+        return left
+
+    def _drop_too_long(self, incoming: Path, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            place = make_parents(incoming, entry.path)
+            if place.is_symlink() or (place.exists() and place.stat().st_size > entry.size):
+                place.unlink()
+            elif place.exists():
+                self.progress.advance(place.stat().st_size, fetched=False)
+
+    def _prove(self, incoming: Path, entries: Sequence[Entry], seen: dict[str, Seen]) -> list[Entry]:
+        """Move right files into the tree, remove wrong ones; the entries that are still to be had."""
+        wrong = []
+        report = verify.full(incoming, replace_files(entries), stop=self._abort)
+        for entry in entries:
+            if entry.path in report.seen:
+                seen[entry.path] = self.workplace.accept(entry, incoming / entry.path)
+                self.progress.files_done += 1
+                continue
+            reason = report.damaged.get(entry.path, "the source did not send it")
+            self.progress.event(f"{entry.path}: {reason}; it is dropped and fetched again")
+            place = incoming / entry.path
+            if place.exists():
+                self.progress.advance(-place.stat().st_size)
+                place.unlink()
+            wrong.append(entry)
+        return wrong
+
+    def _generate(self, source: TreeSource) -> tuple[Manifest, dict[str, Seen]]:
+        """A source without a manifest: what it made is what it is."""
+        remove_tree(self.workplace.tree)
+        source.fill(self.workplace.tree, ())
+        if not self.workplace.tree.is_dir():
+            raise SourceWrong(f"{source.describe()} ended well, but made no directory")
+        for path, place in list(walk(self.workplace.tree)):
+            if not manifests.is_selected(path, self.spec.include, self.spec.exclude):
+                place.unlink()
+        made, seen = verify.manifest_of(self.workplace.tree, source.describe(), (), ())
+        origin = self.spec.source
+        if isinstance(origin, GeneratorSource):
+            made = replace(made, revision=origin.revision, _by_path={})
+        self.progress.total = self.progress.done = made.total
+        self.progress.files_total = self.progress.files_done = len(made.files)
+        return made, seen
+
+    def _check_structure(self) -> None:
+        faults = structure.check(self.workplace.tree, self.spec.kind).errors
+        if faults:
+            raise RigctlError(
+                f"{self.spec.name} is complete by its manifest, but not a loadable checkpoint:\n  "
+                + "\n  ".join(faults)
+                + f"\nit was not published: look at include and exclude; files are in {self.workplace.tree}"
+            )
+
+    # -- repair --------------------------------------------------------------------------------------------
+
+    def repair(self, *, in_place: bool) -> Outcome:
+        """Fetch what is wrong or missing in the destination, nothing else; each file is replaced whole."""
+        with locked(self.state, self.spec.name, self.destination), self._stopping():
+            record = self.state.load(self.spec.name)
+            origin = record.origin if record is not None else "adopted"
+            if origin == "adopted" and not in_place:
+                raise RigctlError(
+                    f"{self.destination} is not this program's (adopted or never recorded): "
+                    "writing into it needs --in-place"
+                )
+            if not self.destination.is_dir():
+                raise RigctlError(f"{self.destination} does not exist: stage it instead")
+            manifest = record.manifest if record is not None else self._manifest()
+            if manifest is None:
+                raise RigctlError(f"{self.spec.name}: its source has no manifest, there is nothing to repair from")
+            return self._repair(manifest, origin, record)
+
+    def _repair(self, manifest: Manifest, origin: str, old: Record | None) -> Outcome:
+        self.progress.phase, self.progress.total = "verify", manifest.total
+        report = verify.full(self.destination, manifest, advance=self._read, stop=self._abort)
+        wrong = [entry for entry in manifest.files if entry.path not in report.seen]
+        if wrong:
+            for text in report.lines():
+                self.progress.event(text)
+            report.seen.update(self._replace(wrong, origin, read_only=old is not None and old.read_only))
+        foreign = verify.foreign_files(self.destination, manifest)
+        record = Record(
+            name=self.spec.name,
+            path=str(self.destination),
+            origin=origin,
+            manifest=manifest,
+            seen=report.seen,
+            verified_at=records.now(),
+            verified_seconds=report.seconds,
+            kind=self.spec.kind,
+            read_only=origin == "staged" and self.spec.read_only,
+            foreign=foreign,
+        )
+        self.state.save(record)
+        return Outcome("repaired" if wrong else "present", bool(wrong), record)
+
+    def _replace(self, wrong: Sequence[Entry], origin: str, *, read_only: bool) -> dict[str, Seen]:
+        """Fetch the wrong files beside the destination and move each into it."""
+        part = replace_files(wrong)
+        uid, gid = owner_ids(self.spec) if origin == "staged" else (-1, -1)
+        self.progress.done = 0
+        self.refuse_without_space(self.plan(part, probe=False))
+        self._begin(part, uid, gid)
+        _, _ = self._fetch(part)
+        seen = {}
+        settle(self.workplace.tree, read_only, uid, gid)
+        for entry in wrong:
+            place = self.destination / entry.path
+            with writable(place.parent, self.destination):
+                make_parents(self.destination, entry.path)
+                (self.workplace.tree / entry.path).replace(place)
+            seen[entry.path] = Seen.of(place.stat())
+        self.workplace.remove()
+        return seen
+
+
+class _Forward:
+    """Passes the outer stop on to the workers for as long as the block runs."""
+
+    def __init__(self, outer: threading.Event, inner: threading.Event) -> None:
+        self._outer = outer
+        self._inner = inner
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            if self._outer.wait(0.1):
+                self._inner.set()
+                return
+
+
+class writable:
+    """The directories from `top` down to `place` with their write bit, put back as they were afterwards."""
+
+    def __init__(self, place: Path, top: Path) -> None:
+        inner = [place, *place.parents]
+        self._places = [item for item in inner if item.is_dir() and (item == top or top in item.parents)]
+        self._modes: dict[Path, int] = {}
+
+    def __enter__(self) -> None:
+        for place in reversed(self._places):
+            mode = place.stat().st_mode & 0o7777
+            if not mode & 0o200:
+                self._modes[place] = mode
+                place.chmod(mode | 0o200)
+
+    def __exit__(self, *_: object) -> None:
+        for place, mode in self._modes.items():
+            place.chmod(mode)
+
+
+def replace_files(entries: Sequence[Entry]) -> Manifest:
+    """A manifest of just these entries."""
+    return Manifest("selection", None, tuple(entries))
+
+
+def summary(faults: Sequence[RigctlError], kept: Path, *, stopped: bool) -> RigctlError:
+    """One error for all: the causes first, without the workers that were only told to stop."""
+    causes = [fault for fault in faults if not isinstance(fault, Cancelled)]
+    if not causes or (stopped and not causes):
+        return Cancelled(f"stopped; what is fetched is kept in {kept} for the next run")
+    full = [fault for fault in causes if isinstance(fault, DiskFull)]
+    if full:
+        free, _ = free_space(kept)
+        return DiskFull(
+            f"the disk is full: {full[0]}; {human_bytes(free)} free now; what is fetched is kept in {kept}, "
+            "make room and run the job again"
+        )
+    texts = list(dict.fromkeys(str(fault) for fault in causes))
+    if len(texts) == 1:
+        return type(causes[0])(texts[0])
+    return RigctlError(f"{len(texts)} faults; right files are kept in {kept}:\n  " + "\n  ".join(texts[:20]))
+
+
+def free_space(place: Path) -> tuple[int, int | None]:
+    """(bytes, inodes) still to be had on the file system of `place`; inodes None where not counted."""
+    status = os.statvfs(place)
+    return status.f_bavail * status.f_frsize, status.f_favail if status.f_files else None
+
+
+def owner_ids(spec: Spec) -> tuple[int, int]:
+    """(uid, gid) to give files to, -1 for unchanged; names or numbers."""
+    try:
+        uid = -1 if spec.owner is None else int(spec.owner) if spec.owner.isdigit() else pwd.getpwnam(spec.owner).pw_uid
+        gid = -1 if spec.group is None else int(spec.group) if spec.group.isdigit() else grp.getgrnam(spec.group).gr_gid
+    except KeyError as error:
+        raise RigctlError(f"{spec.name}: {error.args[0]}; create the user first") from error
+    if os.geteuid() != 0 and uid not in (-1, os.geteuid()):
+        raise RigctlError(f"{spec.name}: only root can give files to {spec.owner}")
+    return uid, gid
+
+
+def by_size(root: Path, manifest: Manifest) -> Report:
+    """What sizes alone tell of a directory, in a moment."""
+    report = Report()
+    for entry in manifest.files:
+        place = root / entry.path
+        report.checked += 1
+        if not place.is_file():
+            report.missing.append(entry.path)
+        elif place.stat().st_size != entry.size:
+            report.damaged[entry.path] = f"{place.stat().st_size} bytes, the manifest says {entry.size}"
+    return report
+
+
+def half_copied(root: Path, manifest: Manifest, report: Report) -> str:
+    """The message about a directory that is there, is not ours, and is not the checkpoint."""
+    right = len(manifest.files) - len(report.missing) - len(report.damaged)
+    faults = report.lines()
+    more = f"\n  and {len(faults) - 10} more" if len(faults) > 10 else ""
+    return (
+        f"{root} exists, was not made by this program and is not the whole checkpoint: {right} of "
+        f"{len(manifest.files)} files fit.\n  " + "\n  ".join(faults[:10]) + more + "\n"
+        "Nothing in it was touched. Move it away, or complete it with `rigctl checkpoints repair --in-place`."
+    )
+
+
+def quick_report(record: Record) -> Report:
+    """The quick verification of a record; files that the last full one found damaged stay so."""
+    report = verify.quick(Path(record.path), record.manifest, record.seen)
+    report.damaged.update(record.damaged)
+    return report
+
+
+def adopt(spec: Spec, state: State, directory: Path, manifest: Manifest, report: Report) -> Record:
+    """Record a directory that was proved, and leave it exactly as it is."""
+    record = Record(
+        name=spec.name,
+        path=str(directory),
+        origin="adopted",
+        manifest=manifest,
+        seen=report.seen,
+        verified_at=records.now(),
+        verified_seconds=report.seconds,
+        kind=spec.kind,
+        read_only=False,
+        foreign=verify.foreign_files(directory, manifest),
+    )
+    state.save(record)
+    return record
+
+
+def adopt_directory(spec: Spec, state: State, progress: Progress) -> Record:
+    """Adopt what is at the destination: against its manifest, or, where it has none, by making one."""
+    directory = spec.directory()
+    if not directory.is_dir():
+        raise RigctlError(f"{directory} does not exist: stage it instead")
+
+    def read(count: int) -> None:
+        progress.advance(count, fetched=False)
+
+    progress.phase = "verify"
+    with locked(state, spec.name, directory):
+        job = Job(spec, state, progress, threading.Event())
+        manifest = job._pinned_manifest()
+        if manifest is None:
+            return adopt_as_it_is(spec, state, directory, read)
+        progress.total = manifest.total
+        report = verify.full(directory, manifest, advance=read)
+        if not report.complete:
+            raise RigctlError(half_copied(directory, manifest, report))
+        return adopt(spec, state, directory, manifest, report)
+
+
+def adopt_as_it_is(spec: Spec, state: State, directory: Path, advance: Callable[[int], None]) -> Record:
+    """Adopt a directory that nothing but itself describes, such as one's own training output."""
+    started = time.monotonic()
+    source = f"adopted:{directory}"
+    made, seen = verify.manifest_of(directory, source, spec.include, spec.exclude, advance=advance)
+    report = Report(len(seen), made.total, time.monotonic() - started, seen=seen)
+    return adopt(spec, state, directory, made, report)

@@ -1,0 +1,161 @@
+"""Is a directory a loadable checkpoint? Seconds, from names, config files and safetensors headers only."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rigctl.checkpoints import headers
+from rigctl.checkpoints.headers import BadFile
+
+INDEX = "model.safetensors.index.json"
+TOKENIZERS = ("tokenizer.json", "tiktoken.model", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+@dataclass
+class Structure:
+    """Faults (nothing may be started) and warnings, each naming its file."""
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    tensors: int = 0
+    shards: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """For --json."""
+        return vars(self)
+
+
+def check(root: Path, kind: str) -> Structure:
+    """Check a target or a drafter. A drafter needs no tokenizer, it uses the target's."""
+    result = Structure()
+    config = _config(root, "config.json", result, required=True)
+    where = _check_shards(root, result)
+    _check_index(root, result, where)
+    _check_code(root, config, result)
+    if kind == "target":
+        _check_tokenizer(root, result)
+    return result
+
+
+def _config(root: Path, name: str, result: Structure, *, required: bool) -> dict[str, Any]:
+    place = root / name
+    if not place.is_file():
+        if required:
+            result.errors.append(f"{name} is missing")
+        return {}
+    try:
+        content = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        result.errors.append(f"{name} cannot be read: {error}")
+        return {}
+    if not isinstance(content, dict):
+        result.errors.append(f"{name} is not a JSON object")
+        return {}
+    return content
+
+
+def _check_shards(root: Path, result: Structure) -> dict[str, str]:
+    """Read every header; tensor name -> file name."""
+    where: dict[str, str] = {}
+    shards = sorted(root.glob("*.safetensors"))
+    result.shards = len(shards)
+    if not shards:
+        result.errors.append("no *.safetensors file")
+    for shard in shards:
+        try:
+            tensors = headers.read(shard)
+        except (BadFile, OSError) as error:
+            result.errors.append(str(error))
+            continue
+        for name in tensors:
+            if name in where:
+                result.errors.append(f"tensor {name} is in {where[name]} and in {shard.name}")
+            where[name] = shard.name
+    result.tensors = len(where)
+    return where
+
+
+def _check_index(root: Path, result: Structure, where: dict[str, str]) -> None:
+    shards = sorted(root.glob("*.safetensors"))
+    if not (root / INDEX).is_file():
+        if len(shards) > 1:
+            result.errors.append(f"{len(shards)} shards, but {INDEX} is missing")
+        return
+    content = _config(root, INDEX, result, required=True)
+    named = content.get("weight_map")
+    if not isinstance(named, dict):
+        if content:
+            result.errors.append(f"{INDEX} has no weight_map")
+        return
+    have = {shard.name for shard in shards}
+    for name in sorted({str(file) for file in named.values()} - have):
+        result.errors.append(f"{INDEX} names {name}, which does not exist")
+    strays = [tensor for tensor, file in named.items() if file in have and where.get(tensor) != file]
+    readable = {where[name] for name in where}
+    for tensor in [tensor for tensor in strays if named[tensor] in readable][:10]:
+        result.errors.append(f"{INDEX} places {tensor} in {named[tensor]}, it is in {where.get(tensor, 'no file')}")
+    unnamed = sorted(set(where) - set(named))
+    if unnamed:
+        result.warnings.append(f"{len(unnamed)} tensors are not in {INDEX}, e.g. {unnamed[0]} in {where[unnamed[0]]}")
+
+
+def _check_tokenizer(root: Path, result: Structure) -> None:
+    if not (root / "tokenizer_config.json").is_file():
+        result.errors.append("tokenizer_config.json is missing")
+    if not any((root / name).is_file() for name in TOKENIZERS):
+        result.errors.append(f"no tokenizer file ({', '.join(TOKENIZERS)})")
+    if not (root / "generation_config.json").is_file():
+        result.warnings.append("generation_config.json is missing: the engine's own sampling defaults apply")
+
+
+def _check_code(root: Path, config: dict[str, Any], result: Structure) -> None:
+    """`trust_remote_code` files: those that `auto_map` names, and what these import beside them."""
+    tokenizer = _config(root, "tokenizer_config.json", result, required=False)
+    processor = _config(root, "preprocessor_config.json", result, required=False)
+    wanted: dict[str, str] = {}
+    for name, content in (
+        ("config.json", config),
+        ("tokenizer_config.json", tokenizer),
+        ("preprocessor_config.json", processor),
+    ):
+        for module in _auto_map(content.get("auto_map")):
+            wanted.setdefault(module, name)
+    done: set[str] = set()
+    while wanted.keys() - done:
+        module = sorted(wanted.keys() - done)[0]
+        done.add(module)
+        place = root / f"{module.replace('.', '/')}.py"
+        if not place.is_file():
+            result.errors.append(f"{place.name} is missing: {wanted[module]} needs it (trust_remote_code)")
+            continue
+        for name in _local_imports(place, result):
+            wanted.setdefault(name, place.name)
+
+
+def _auto_map(content: Any) -> Iterator[str]:
+    """Module names of an auto_map; values are `module.Class`, or lists of those (slow and fast tokenizer)."""
+    values = list(content.values()) if isinstance(content, dict) else []
+    for value in values:
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, str) and "--" not in item and "." in item:
+                yield item.rpartition(".")[0]
+
+
+def _local_imports(place: Path, result: Structure) -> Iterator[str]:
+    """`from .x import y` and `from . import x` of a source file."""
+    try:
+        tree = ast.parse(place.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError, OSError) as error:
+        result.errors.append(f"{place.name} is not Python: {error}")
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            if node.module:
+                yield node.module
+            else:
+                yield from (alias.name for alias in node.names)

@@ -1,0 +1,240 @@
+"""Proof that files on disk are the checkpoint: by digest (all cores), or by the record of the last proof."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rigctl.checkpoints.manifest import Entry, FileHasher, Manifest, is_selected, walk
+from rigctl.cli import RigctlError
+
+BLOCK = 1 << 20  # bytes a thread reads at a time: memory is threads x BLOCK
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What `stat` said of a file when its digest was checked."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Seen:
+        """From a stat result."""
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+@dataclass
+class Report:
+    """What a verification found. `damaged` maps a path to the reason; `foreign` files are in no manifest."""
+
+    checked: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    damaged: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    seen: dict[str, Seen] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Every file of the manifest is there and right; foreign files do not count."""
+        return not self.damaged and not self.missing
+
+    def to_json(self) -> dict[str, Any]:
+        """For --json and records."""
+        return {
+            "complete": self.complete,
+            "checked": self.checked,
+            "bytes": self.bytes,
+            "seconds": round(self.seconds, 3),
+            "damaged": dict(sorted(self.damaged.items())),
+            "missing": sorted(self.missing),
+            "foreign": sorted(self.foreign),
+        }
+
+    def lines(self) -> list[str]:
+        """One line a fault, for people."""
+        return (
+            [f"damaged: {path}: {reason}" for path, reason in sorted(self.damaged.items())]
+            + [f"missing: {path}" for path in sorted(self.missing)]
+            + [f"foreign: {path}" for path in sorted(self.foreign)]
+        )
+
+
+class Cancelled(RigctlError):
+    """The job was told to stop."""
+
+
+def cores() -> int:
+    """CPUs this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def hash_file(
+    path: Path, hasher: FileHasher, advance: Callable[[int], None] | None = None, upto: int | None = None
+) -> tuple[str, os.stat_result]:
+    """Digest of `path` (its first `upto` bytes) and its stat before; raises if it changes meanwhile."""
+    buffer = bytearray(BLOCK)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as handle:
+        before = os.fstat(handle.fileno())
+        os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        left = before.st_size if upto is None else upto
+        while left > 0:
+            count = handle.readinto(view[: min(BLOCK, left)])
+            if not count:
+                break
+            hasher.update(view[:count])
+            left -= count
+            if advance:
+                advance(count)
+        after = os.fstat(handle.fileno())
+    if Seen.of(before) != Seen.of(after):
+        raise RigctlError(f"{path} changed while it was read: something writes to it")
+    return hasher.digest(), before
+
+
+def full(  # noqa: PLR0913 all but the first two are options
+    root: Path,
+    manifest: Manifest,
+    *,
+    threads: int | None = None,
+    paths: Iterable[str] | None = None,
+    advance: Callable[[int], None] | None = None,
+    stop: threading.Event | None = None,
+) -> Report:
+    """Digest every file (or only `paths`), one thread a core; largest first, so that no core ends alone."""
+    started = time.monotonic()
+    wanted = set(paths) if paths is not None else None
+    entries = [entry for entry in manifest.files if wanted is None or entry.path in wanted]
+    entries.sort(key=lambda entry: -entry.size)
+    report = Report()
+    lock = threading.Lock()
+
+    def step(count: int) -> None:
+        if stop is not None and stop.is_set():
+            raise Cancelled("verification was stopped")
+        if advance:
+            advance(count)
+
+    def check(entry: Entry) -> None:
+        step(0)
+        fault, seen = check_file(root, entry, step)
+        with lock:
+            _note(report, entry, fault, seen)
+
+    with ThreadPoolExecutor(threads or cores(), thread_name_prefix="verify") as pool:
+        for _ in pool.map(check, entries):
+            pass
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def check_file(
+    root: Path, entry: Entry, advance: Callable[[int], None] | None = None
+) -> tuple[str | None, Seen | None]:
+    """(None, what stat says) for a right file, (reason, None) else; the reason "missing" is its own case."""
+    place = root / entry.path
+    try:
+        status = place.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return "not a plain file", None
+        if status.st_size != entry.size:
+            return f"{status.st_size} bytes, the manifest says {entry.size}", None
+        digest, seen = hash_file(place, entry.hasher(), advance)
+    except (FileNotFoundError, NotADirectoryError):
+        return "missing", None
+    except Cancelled:
+        raise
+    except (OSError, RigctlError) as error:
+        return str(error), None
+    if digest != entry.digest():
+        return f"{digest}, the manifest says {entry.digest()}", None
+    return None, Seen.of(seen)
+
+
+def _note(report: Report, entry: Entry, fault: str | None, seen: Seen | None) -> None:
+    report.checked += 1
+    if fault == "missing":
+        report.missing.append(entry.path)
+    elif fault is not None:
+        report.damaged[entry.path] = fault
+    elif seen is not None:
+        report.seen[entry.path] = seen
+        report.bytes += entry.size
+
+
+def quick(root: Path, manifest: Manifest, seen: dict[str, Seen]) -> Report:
+    """Compare size, mtime and inode with those of the last full verification; reads no content."""
+    started = time.monotonic()
+    report = Report()
+    for entry in manifest.files:
+        fault, now = _quick_file(root / entry.path, entry, seen.get(entry.path))
+        _note(report, entry, fault, now)
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _quick_file(place: Path, entry: Entry, known: Seen | None) -> tuple[str | None, Seen | None]:
+    try:
+        status = place.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return "missing", None
+    except OSError as error:
+        return str(error), None
+    now = Seen.of(status)
+    if known is None:
+        return "never verified", None
+    if now.size != entry.size:
+        return f"{now.size} bytes, the manifest says {entry.size}", None
+    changed = [name for name in ("size", "mtime_ns", "inode") if getattr(now, name) != getattr(known, name)]
+    if changed:
+        return f"{', '.join(changed)} changed since the last full verification", None
+    return None, now
+
+
+def foreign_files(root: Path, manifest: Manifest, ignore: Sequence[str] = ()) -> list[str]:
+    """Files below `root` that the manifest does not list and no `ignore` pattern covers."""
+    return [
+        path
+        for path, _ in walk(root)
+        if manifest.get(path) is None and (not ignore or not is_selected(path, ignore, ()))
+    ]
+
+
+def manifest_of(
+    root: Path,
+    source: str,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    *,
+    advance: Callable[[int], None] | None = None,
+) -> tuple[Manifest, dict[str, Seen]]:
+    """Make a manifest with sha256 from the selected files of a directory, one thread a core."""
+    if not root.is_dir():
+        raise RigctlError(f"{root} is not a directory: no manifest can be made from it")
+    chosen = [(path, place) for path, place in walk(root) if is_selected(path, include, exclude)]
+    for path, place in chosen:
+        if not place.is_file():
+            raise RigctlError(f"{place} ({path}) is not a plain file or a link to one: exclude it or remove it")
+    if not chosen:
+        raise RigctlError(f"{root} has no file that the patterns select")
+
+    def entry(item: tuple[str, Path]) -> tuple[Entry, Seen]:
+        path, place = item
+        digest, status = hash_file(place, FileHasher("sha256", 0), advance)
+        return Entry(path, status.st_size, sha256=digest.removeprefix("sha256:")), Seen.of(status)
+
+    with ThreadPoolExecutor(cores(), thread_name_prefix="manifest") as pool:
+        results = list(pool.map(entry, chosen))
+    manifest = Manifest(source, None, tuple(made for made, _ in results))
+    return manifest, {made.path: seen for made, seen in results}

@@ -1,0 +1,258 @@
+"""The place beside a destination where a checkpoint grows until it is complete: `.NAME.partial`.
+
+.NAME.partial/owner.json      marks the directory as ours, names the manifest it was begun for
+.NAME.partial/parts/          files that are being fetched, resumed inside
+.NAME.partial/tree/           files that were proved; becomes the destination by one rename
+.NAME.partial/verified.jsonl  what was proved, so that a resumed job does not hash it again
+.NAME.partial/record.json     written last before the rename: a crash after it is finished by the next run
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO
+
+from rigctl.checkpoints.hub import remove_tree
+from rigctl.checkpoints.manifest import Entry, Manifest, walk
+from rigctl.checkpoints.paths import inside, make_parents, read_json, sync_directory, write_json
+from rigctl.checkpoints.record import Record, State, parse
+from rigctl.checkpoints.verify import Seen, check_file
+from rigctl.cli import RigctlError
+
+
+class Busy(RigctlError):
+    """Another job has this destination."""
+
+
+@contextlib.contextmanager
+def locked(state: State, name: str, directory: Path) -> Iterator[None]:
+    """One job a destination and a name; raises Busy with who has it."""
+    key = hashlib.sha256(os.fsencode(directory)).hexdigest()[:24]
+    with contextlib.ExitStack() as stack:
+        for lock in (state.lock_path(f"to-{key}"), state.lock_path(f"name-{name}")):
+            stack.enter_context(_lock(lock, f"{name} -> {directory}"))
+        yield
+
+
+@contextlib.contextmanager
+def _lock(place: Path, who: str, patience: float = 1.0) -> Iterator[None]:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.open("a+", encoding="utf-8") as handle:
+        if not _acquire(handle, place, patience):
+            handle.seek(0)
+            raise Busy(
+                f"a job is running already (pid {handle.read().strip() or '?'}); "
+                "follow it with `rigctl checkpoints follow NAME`"
+            )
+        handle.truncate(0)
+        handle.write(f"{os.getpid()}: {who}")
+        handle.flush()
+        yield
+        handle.truncate(0)
+
+
+def _acquire(handle: IO[str], place: Path, patience: float) -> bool:
+    """Take the lock, waiting `patience` seconds: a look by `status` holds it for a moment."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno != errno.EWOULDBLOCK:
+                raise RigctlError(f"lock {place}: {error.strerror}") from error
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.05)
+
+
+def is_locked(state: State, name: str) -> bool:
+    """Whether a job of this name is running."""
+    try:
+        with _lock(state.lock_path(f"name-{name}"), "a look", patience=0.0):
+            return False
+    except Busy:
+        return True
+
+
+class Workplace:
+    """One destination's `.NAME.partial`."""
+
+    def __init__(self, destination: Path) -> None:
+        self.destination = destination
+        self.root = destination.parent / f".{destination.name}.partial"
+        self.tree = self.root / "tree"
+        self.parts = self.root / "parts"
+        self.old = self.root / "old"
+        self._owner = self.root / "owner.json"
+        self._journal = self.root / "verified.jsonl"
+        self._record = self.root / "record.json"
+        self._lock = threading.Lock()
+        self._known: dict[str, tuple[str, Seen]] = {}
+
+    def exists(self) -> bool:
+        """Whether there is work of an earlier run."""
+        return self._owner.is_file()
+
+    def begin(self, manifest: Manifest | None) -> None:
+        """Make it, or take it over; files not in `manifest` are dropped. Refuses what is not ours."""
+        if self.root.is_symlink() or (self.root.exists() and not self._is_ours()):
+            raise RigctlError(f"{self.root} exists and is not this program's: move it away, nothing was touched")
+        self.root.mkdir(mode=0o700, exist_ok=True)
+        write_json(self._owner, {"owner": "rigctl checkpoints", "identity": manifest and manifest.identity()})
+        self.tree.mkdir(exist_ok=True)
+        self.parts.mkdir(exist_ok=True)
+        self._read_journal()
+        if manifest is not None:
+            self._prune(manifest)
+
+    def _is_ours(self) -> bool:
+        return self.root.is_dir() and (self._owner.is_file() or not any(self.root.iterdir()))
+
+    def _read_journal(self) -> None:
+        self._known = {}
+        if not self._journal.exists():
+            return
+        for line in self._journal.read_text(encoding="utf-8").splitlines():
+            try:
+                item = json.loads(line)
+                self._known[item["path"]] = (item["digest"], Seen(**item["seen"]))
+            except (json.JSONDecodeError, KeyError, TypeError):
+                continue  # the last line of a killed run
+
+    def _prune(self, manifest: Manifest) -> None:
+        """Drop files of another revision: parts that cannot belong to the manifest, and files not in it."""
+        for path, place in list(walk(self.tree)):
+            if manifest.get(path) is None:
+                place.unlink()
+        wanted = {part_name(entry) for entry in manifest.files}
+        for path, place in list(walk(self.parts)):
+            if place.is_symlink() or path.removesuffix(".validator") not in wanted:
+                place.unlink()
+
+    def part(self, entry: Entry) -> Path:
+        """The file an entry grows in; named after its digest: a new revision never continues an old one."""
+        return self.parts / part_name(entry)
+
+    def allocated(self, manifest: Manifest) -> int:
+        """Bytes of the manifest's files that are on disk already, begun or proved."""
+        total = 0
+        for entry in manifest.files:
+            for place in (self.tree / entry.path, self.part(entry), self.root / "incoming" / entry.path):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    total += min(place.stat().st_blocks * 512, entry.size)
+        return total
+
+    def proved(self, entry: Entry) -> Seen | None:
+        """What is known of a file in the tree; one without a journal line is hashed, a wrong one removed."""
+        place = inside(self.tree, entry.path)
+        if place.is_symlink():
+            place.unlink()
+        if not place.exists():
+            return None
+        digest, seen = self._known.get(entry.path, ("", None))
+        if digest == entry.digest() and seen == Seen.of(place.stat()):
+            return seen
+        fault, found = check_file(self.tree, entry)
+        if fault is None and found is not None:
+            self._note(entry, found)
+            return found
+        place.unlink()
+        return None
+
+    def accept(self, entry: Entry, part: Path) -> Seen:
+        """Move a proved part into the tree."""
+        place = make_parents(self.tree, entry.path)
+        part.replace(place)
+        sync_directory(place.parent)
+        seen = Seen.of(place.stat())
+        self._note(entry, seen)
+        return seen
+
+    def _note(self, entry: Entry, seen: Seen) -> None:
+        line = json.dumps({"path": entry.path, "digest": entry.digest(), "seen": asdict(seen)})
+        with self._lock:
+            self._known[entry.path] = (entry.digest(), seen)
+            with self._journal.open("a", encoding="utf-8") as handle:
+                handle.write(line + "\n")
+
+    def publish(self, record: Record, uid: int, gid: int, *, replace: bool = False) -> None:
+        """Give the tree its owner and mode and its final name; without `replace`, nothing is replaced."""
+        remove_empty_directories(self.tree)
+        settle(self.tree, record.read_only, uid, gid)
+        write_json(self._record, record.to_json())
+        try:
+            if replace:
+                self.destination.chmod(0o755)
+                self.destination.rename(self.old)
+            # an empty directory at the destination is taken over, a full one is an error of rename(2)
+            self.tree.rename(self.destination)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise RigctlError(
+                    f"{self.destination} appeared while this job ran: it was left alone; "
+                    f"the complete checkpoint is in {self.tree}"
+                ) from error
+            raise RigctlError(f"{self.tree} cannot become {self.destination}: {error.strerror}") from error
+        sync_directory(self.destination.parent)
+
+    def unfinished(self) -> Record | None:
+        """The record of a publication that a crash cut between the rename and the record, if there is one."""
+        if not self._record.is_file() or self.tree.exists() or not self.destination.is_dir():
+            return None
+        return parse(read_json(self._record, "record"), str(self._record))
+
+    def remove(self) -> None:
+        """Remove the workplace; only ours, only after publication."""
+        if not self._owner.is_file():
+            return
+        for place, _, _ in os.walk(self.root):
+            Path(place).chmod(0o700)
+        remove_tree(self.root)
+
+
+def part_name(entry: Entry) -> str:
+    """File name of an entry's part."""
+    path = hashlib.sha256(entry.path.encode()).hexdigest()[:16]
+    return f"{entry.digest().partition(':')[2]}-{path}"
+
+
+def remove_empty_directories(root: Path) -> None:
+    """Directories that pruning left empty."""
+    for place, _, _ in os.walk(root, topdown=False):
+        if Path(place) != root and not any(Path(place).iterdir()):
+            Path(place).rmdir()
+
+
+def settle(root: Path, read_only: bool, uid: int, gid: int, paths: Sequence[Path] | None = None) -> None:
+    """Owner (-1: unchanged) and mode of what we staged: files 0444 or 0644, directories 0555 or 0755.
+
+    The top directory keeps its write bit until it has its name (moving a directory needs it): see `close`.
+    """
+    for place, _, files in os.walk(root):
+        for name in files:
+            item = Path(place) / name
+            if paths is None or item in paths:
+                _own(item, 0o444 if read_only else 0o644, uid, gid)
+        _own(Path(place), 0o755 if Path(place) == root or not read_only else 0o555, uid, gid)
+
+
+def _own(place: Path, mode: int, uid: int, gid: int) -> None:
+    if (uid, gid) != (-1, -1):
+        os.chown(place, uid, gid, follow_symlinks=False)
+    place.chmod(mode)
+
+
+def close(directory: Path, read_only: bool) -> None:
+    """Take the write bit off a published directory."""
+    directory.chmod(0o555 if read_only else 0o755)
