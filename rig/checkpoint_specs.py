@@ -1,4 +1,5 @@
-"""What `rigctl checkpoints` is told of each checkpoint: catalogue entry in, specification out. Reads files, decides purely.
+"""What `rigctl checkpoints` is told of each checkpoint: a catalogue entry in, its specification out. Pure but for reads.
+
 
 The specification's format is rigctl's (docs/checkpoints.md).
 """
