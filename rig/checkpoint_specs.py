@@ -1,5 +1,4 @@
-"""What `rigctl checkpoints` is told of each checkpoint: a catalogue entry in, its specification out. Pure but for reads.
-
+"""What `rigctl checkpoints` is told of each checkpoint: catalogue entry in, specification out. Pure but for reads.
 
 The specification's format is rigctl's (docs/checkpoints.md).
 """

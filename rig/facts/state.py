@@ -169,7 +169,7 @@ class JobState(FactBase[Job]):
 
     def command(self, unit: str) -> str:
         name = shlex.quote(unit)
-        last = f"journalctl -q -n 1 -o cat _SYSTEMD_UNIT={name}.service | tail -n 1"
+        last = f"journalctl -q -n 1 -o cat _SYSTEMD_INVOCATION_ID=$(systemctl show -P InvocationID {name}) | tail -n 1"
         # One byte that is no UTF-8 would hang pyinfra's reader for ever.
         printable = "tr -cd '[:print:]\\n' | cut -c1-200"
         return f"systemctl show -P ActiveState {name}; systemctl show -P Result {name}; {last} | {printable}"

@@ -50,11 +50,9 @@ def run(job: LongJob) -> Commands:
         f"if ! systemctl is-active -q {unit}; then systemctl reset-failed {unit} 2>/dev/null || true; {start}; fi"
     )
     _follow(job)
-    yield script(
-        f"( {job.proof} ) || {{ journalctl -q -n 15 -o cat _SYSTEMD_UNIT={unit}.service >&2; "
-        f"echo {shlex.quote(f'{job.unit} did not finish its work: see `journalctl -u {job.unit}` on the host')} >&2; "
-        "exit 1; }"
-    )
+    said = f"journalctl -q -n 15 -o cat _SYSTEMD_INVOCATION_ID=$(systemctl show -P InvocationID {unit}) >&2"
+    failed = f"{job.unit} did not finish its work: see `journalctl -u {job.unit}` on the host"
+    yield script(f"( {job.proof} ) || {{ {said}; echo {shlex.quote(failed)} >&2; exit 1; }}")
 
 
 def _follow(job: LongJob) -> None:

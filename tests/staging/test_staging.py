@@ -163,21 +163,9 @@ def test_rsync_over_ssh(bench: Bench, checkpoint: Path, tmp_path: Path) -> None:
         server.wait()
 
 
-def test_generator_writes_what_becomes_the_checkpoint(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "generator" / "rigctl"
-    package.mkdir(parents=True)
-    (package / "__main__.py").write_text(
-        "import json, pathlib, struct, sys\n"
-        "place = pathlib.Path(sys.argv[1])\n"
-        "place.mkdir()\n"
-        "(place / 'config.json').write_text('{}')\n"
-        "raw = json.dumps({'a': {'dtype': 'U8', 'shape': [1], 'data_offsets': [0, 1]}}).encode()\n"
-        "(place / 'model.safetensors').write_bytes(struct.pack('<Q', len(raw)) + raw + b'1')\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(package.parent))
-    source = {"type": "generator", "arguments": ["{directory}"], "revision": "v1"}
+def test_generator_writes_what_becomes_the_checkpoint(bench: Bench) -> None:
+    arguments = ["tiny-kimi", "drafter-always", "{directory}"]
+    source = {"type": "generator", "arguments": arguments, "revision": "v1"}
     outcome = bench.stage(source, kind="drafter")
     assert outcome.state == "staged" and outcome.record.manifest.revision == "v1"
     assert {file.path for file in outcome.record.manifest.files} == {"config.json", "model.safetensors"}

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 MODULES: tuple[str, ...] = (
     "checkpoints",
@@ -21,6 +22,13 @@ MODULES: tuple[str, ...] = (
 
 class RigctlError(Exception):
     """A failure the operator can act on: says what is wrong, where, and what to do. Exit code 1."""
+
+
+def own_process(module: str, *arguments: str) -> list[str]:
+    """A command line that runs a module of this package in this interpreter, as isolated as bin/rigctl does."""
+    root = str(Path(__file__).resolve().parent.parent)
+    code = f"import runpy, sys; sys.path.insert(0, {root!r}); runpy.run_module({module!r}, run_name='__main__')"
+    return [sys.executable, "-I", "-c", code, *arguments]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from importlib.util import find_spec
@@ -32,7 +31,7 @@ from rigctl.checkpoints.progress import Progress
 from rigctl.checkpoints.sink import Sink, SourceWrong
 from rigctl.checkpoints.spec import HubSource, Spec
 from rigctl.checkpoints.verify import Cancelled
-from rigctl.cli import RigctlError
+from rigctl.cli import RigctlError, own_process
 
 XET_FROM = 64 << 20  # bytes; smaller files are not worth a process
 XET_ERRORS = 2  # failures after which a job stops trying it
@@ -243,7 +242,7 @@ def run_watched(  # noqa: PLR0913 what a watched child needs
     directory.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "HF_HOME": str(directory / ".home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     child = subprocess.Popen(
-        [sys.executable, "-m", "rigctl.checkpoints.xet"],
+        own_process("rigctl.checkpoints.xet"),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ from rigctl.checkpoints.spec import (
     Spec,
 )
 from rigctl.checkpoints.verify import Cancelled
-from rigctl.cli import RigctlError
+from rigctl.cli import RigctlError, own_process
 
 # rsync's exit codes that a better line cures: protocol stream, I/O on the socket, timeouts, ssh's own 255
 RSYNC_TRANSIENT = (10, 12, 30, 35, 255)
@@ -265,7 +264,7 @@ class Generator:
         arguments = [argument.replace("{directory}", str(directory)) for argument in self._source.arguments]
         if arguments == list(self._source.arguments):
             raise RigctlError(f"{self.describe()}: no argument has {{directory}}, it would write elsewhere")
-        command = [sys.executable, "-m", "rigctl", *arguments]
+        command = own_process("rigctl", *arguments)
         code, reason = _follow(command, directory, entries, self._progress, self._stop)
         if code:
             raise SourceWrong(f"{self.describe()} ended with {code}: {reason}")
