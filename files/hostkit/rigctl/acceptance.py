@@ -145,13 +145,13 @@ def _completion(engine: Engine) -> dict[str, Any]:
         if problem := degenerate(text):
             raise NotAccepted(f"completion: {part} is degenerate: {problem}: {text[:80]!r}")
     # A reasoning model may still think when the tokens end; then there is no content yet.
+    if not content.strip() and not (reasoning.strip() and choice.get("finish_reason") == "length"):
+        raise NotAccepted("completion: the answer is empty")
     if engine.specification.reasoning_parser:
         if "<think>" in content or "</think>" in content:
             raise NotAccepted(f"completion: reasoning is not separated from the answer: {content[:80]!r}")
         if not reasoning.strip():
             raise NotAccepted(f"completion: a reasoning parser is configured, but no reasoning came: {content[:80]!r}")
-    if not content.strip() and not (reasoning.strip() and choice.get("finish_reason") == "length"):
-        raise NotAccepted("completion: the answer is empty")
     return {"words": len(content.split()), "finish_reason": choice.get("finish_reason")}
 
 

@@ -22,8 +22,10 @@ LOG_BYTES = 2 << 20
 # Assignments and headers that carry secrets, and tokens known by their shape.
 PATTERNS = (
     re.compile(
-        r"(?i)((?:api[-_]?key|token|secret|password|authorization)['\"]?\s*[=:]\s*['\"]?(?:bearer\s+)?)[^\s'\",}]+"
+        r"(?i)((?:api[-_]?key|token|secret|password|authorization)['\"]?\s*[=:]\s*['\"]?(?:bearer\s+)?)"
+        r"(?!null\b|None\b)[^\s'\",}]+"
     ),
+    re.compile(r"(--[\w-]*(?:key|token|secret|password)[= ])\S+"),
     re.compile(r"(?i)(bearer\s+)[\w.~+/-]{8,}=*"),
     re.compile(r"()\b(?:hf|sk|ghp)[_-][A-Za-z0-9]{16,}\b"),
     re.compile(r"(://)[^/\s:@]+:[^/\s@]+(?=@)"),

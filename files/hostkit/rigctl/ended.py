@@ -13,6 +13,8 @@ from typing import Any
 from rigctl.progress import PROC, gpu_memory, members
 from rigctl.specification import Specification, read, read_json, write_json
 
+GRACE_SECONDS = 0.5  # helpers of a multiprocessing program end by themselves a moment after it
+
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("ended", help="clear up after a serving unit (used by systemd)")
@@ -76,6 +78,9 @@ def _cause(specification: Specification, result: str) -> str:
 
 def end_group(*, polite_seconds: float) -> list[str]:
     """End every other process of this control group; the command lines of those that had to be ended."""
+    grace = time.monotonic() + GRACE_SECONDS
+    while members() and time.monotonic() < grace:
+        time.sleep(0.02)
     found = {pid: command(pid) for pid in members()}
     if not found:
         return []

@@ -20,13 +20,12 @@ from pathlib import Path
 
 from rigctl.cli import RigctlError
 from rigctl.ended import command
-from rigctl.progress import PROC, nvidia_smi
+from rigctl.progress import IN_UNIT, PROC, nvidia_smi
 from rigctl.specification import installed
 
 SHM = Path("/dev/shm")  # noqa: S108  # the segments' place, not a temporary file
 ENGINE = re.compile(r"sglang[.:]|vllm[. ]|VLLM::|sgl_diffusion|/vllm\b")
 SEGMENTS = ("sgl_shm_*", "psm_*", "sem.mp-*", "nccl-*", "torch_*", "vllm*")
-UNIT = re.compile(r"/kimi-[^/]*\.service")
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def holders(proc: Path = PROC) -> list[Holder]:
 
 def _in_our_unit(process: Path) -> bool:
     try:
-        return bool(UNIT.search((process / "cgroup").read_text()))
+        return bool(IN_UNIT.search((process / "cgroup").read_text()))
     except OSError:
         return True  # gone
 
@@ -143,8 +142,9 @@ def unused_segments(directory: Path = SHM, proc: Path = PROC) -> list[Path]:
     for process in proc.glob("[0-9]*"):
         with suppress(OSError):
             used |= set(re.findall(rf"({re.escape(str(directory))}/\S+)", (process / "maps").read_text()))
-        with suppress(OSError):
-            used |= {str(link.readlink()) for link in (process / "fd").iterdir()}
+        for link in process.glob("fd/*"):
+            with suppress(OSError):
+                used.add(str(link.readlink()))
     return sorted(path for path in segments if str(path) not in used)
 
 

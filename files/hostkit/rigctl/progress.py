@@ -7,6 +7,7 @@ speed. So lines, I/O and GPU memory are proof of progress, and processor time al
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +17,20 @@ from pathlib import Path
 from rigctl.specification import Limits
 
 PROC = Path("/proc")
+# cgroups(7): hierarchy:controllers:path; systemd puts a unit's processes into a group of the unit's name.
+IN_UNIT = re.compile(r"/kimi-[^/\n]*\.service$", re.MULTILINE)
 _TICKS = os.sysconf("SC_CLK_TCK")
 _GPU_STEP_MIB = 16
 
 
 def members(proc: Path = PROC) -> list[int]:
-    """This process's control group except itself: the engine with all its descendants, re-parented or not."""
+    """The rest of this process's serving unit: the engine with all its descendants, re-parented or not.
+
+    Outside a serving unit none: such a control group is not ours.
+    """
     mine = _group(proc / "self")
+    if mine is None or not IN_UNIT.search(mine):
+        return []
     pids = [int(entry.name) for entry in proc.iterdir() if entry.name.isdigit()]
     return [pid for pid in pids if pid != os.getpid() and _group(proc / str(pid)) == mine]
 

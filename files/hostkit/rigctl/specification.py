@@ -151,4 +151,5 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON object in one step."""
     temporary = path.with_name(f"{path.name}.new")
     temporary.write_text(json.dumps(content) + "\n")
+    temporary.chmod(0o644)  # no secrets in there; anyone may ask `rigctl status`
     temporary.replace(path)
