@@ -8,7 +8,8 @@ Standard library only, since it also runs as a unit in the box. `--plan JSON` sa
     segment_mib: keep a shared memory segment of this size
 
 `--faults FILE` is read anew for each request: {"answer": "degenerate" | "empty" | "bytes" | "think" | "no-call"},
-{"status": 500}, {"slow": seconds}, {"moving": true} (counters move all the same), {"accept": share of drafts}.
+{"status": 500}, {"slow": seconds}, {"moving": true} (counters move all the same), {"accept": share of drafts}, {"grow":
+MiB with each request}.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class State:
         self.tokens = 0
         self.drafts = self.accepted = 0
         self.closing = False
+        self.ballast: list[bytes] = []
         self.lock = threading.Lock()
 
     @property
@@ -114,6 +116,7 @@ class Handler(BaseHTTPRequestHandler):
         with state.lock:
             state.running += 1
         try:
+            state.ballast.append(b"x" * (int(faults.get("grow", 0)) << 20))
             for _ in range(int(faults.get("slow", 0) * 10)):
                 time.sleep(0.1)
                 state.tokens += bool(faults.get("moving"))

@@ -60,7 +60,7 @@ def test_a_crash_in_service_is_restarted_and_a_crash_loop_ends(tmp_path: Path) -
     kill_engine(run)
     assert run.end() == 1
     failures = [run.json("cause.json")["cause"]]
-    assert failures == ["the engine ended by itself (signal SIGKILL)"]
+    assert failures[0].startswith("the engine ended by itself (signal SIGKILL")
     for expected in (1, 78):
         (tmp_path / "run" / "failures.json").write_text(json.dumps({"failures": failures}))
         run = Run(tmp_path, {"load": [["exit", 4]]}, limits=quick)

@@ -14,6 +14,7 @@ import requests
 from rigctl.acceptance import reasoning_of
 from rigctl.cli import RigctlError
 from rigctl.client import Engine, api_key
+from rigctl.ended import failures
 from rigctl.specification import STATE, Specification, installed, named, read_json, started
 from rigctl.systemd import UNITS, properties
 
@@ -78,6 +79,7 @@ def row(specification: Specification) -> dict[str, Any]:
         "watch": watch or None,
         "acceptance_length": watch.get("acceptance_length"),
         "restarts": int(unit["NRestarts"] or 0),
+        "failures": failures(specification),
         "last_end": ended,
         "stale": ran_as is not None and ran_as["digest"] != specification.digest,
         "edited": _edited(specification, unit),
@@ -124,6 +126,8 @@ def _remarks(
         )
     if watch.get("own_rate") is not None:
         yield f"the engine's own rate {watch['own_rate']:.2f} is {watch['own_rate_is']}"
+    if unit["ActiveState"] in ("active", "activating") and (causes := failures(specification)):
+        yield f"restarted after: {causes[-1]}"
     if opened := ((ran_as or {}).get("proved", {}).get("routes") or {}).get("open_without_key"):
         yield f"open without the API key: {', '.join(opened)}"
     if ended and unit["ActiveState"] == "failed":

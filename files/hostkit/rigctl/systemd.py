@@ -12,10 +12,12 @@ UNITS = Path("/etc/systemd/system")
 
 
 def properties(unit: str, wanted: Sequence[str]) -> dict[str, str]:
-    """Properties of a unit; empty strings for what systemd does not tell."""
+    """Properties of a unit; empty for what systemd does not tell. Raises RigctlError when it cannot be asked."""
     command = ["systemctl", "show", f"--property={','.join(wanted)}", unit]
-    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    found = dict(line.split("=", 1) for line in output.splitlines() if "=" in line)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RigctlError(f"systemctl show {unit}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
     return {key: found.get(key, "") for key in wanted}
 
 
