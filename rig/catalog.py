@@ -27,6 +27,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")
 Port = Annotated[int, Field(ge=1024, le=65535)]
 Text = Annotated[str, StringConstraints(min_length=1)]
 Digest = Annotated[str, StringConstraints(pattern=r"[0-9a-f]{64}")]
+Network = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F.:]+/\d{1,3}$")]
 Flag = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Z_][A-Z0-9_]*$")]
 FlagValue = bool | int | float | str | list[str] | dict[str, Any]
@@ -41,6 +42,10 @@ class Listen(Entry):
 
     host: Text = "127.0.0.1"
     port: Port = 8000
+    networks: list[Network] = []
+    """Networks that may reach an address beyond loopback, as 10.0.0.0/8; none named: everyone."""
+    open_without_key: bool = False
+    """In as many words: whoever reaches the address may use the engine. February's runs were such."""
 
     @property
     def loopback(self) -> bool:
@@ -59,6 +64,8 @@ class Speculation(Entry):
     """SGLang only; topk 1 forces steps + 1 (engines.md, section 2)."""
     options: dict[str, Any] = {}
     """Further keys of vLLM's --speculative-config, such as attention_backend."""
+    break_even_length: Annotated[float, Field(ge=1)] | None = None
+    """Acceptance length below which it is slower than no drafter, once measured; the host's acceptance_floor else."""
 
 
 class Configuration(Entry):
@@ -168,6 +175,11 @@ class Release(Entry):
     environment: dict[Variable, str] = {}
     """Variables every configuration of this release needs."""
     known_bad: list[KnownBad] = []
+    drain: Literal["none", "signal", "flag"] = "none"
+    """What it does with running requests when it is asked to stop: drops them ("none": we wait before we ask), finishes
+    them ("signal"), or finishes them for as long as its --shutdown-timeout says ("flag")."""
+    rate_counts_bonus: bool = False
+    """Whether its own acceptance rate counts the bonus token: accepted and bonus tokens / all draft tokens."""
     harmless_log: list[Text] = []
     """Log lines that look like failures and are none."""
 

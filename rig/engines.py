@@ -22,11 +22,17 @@ class Locations:
     drafter: str | None
 
 
-def command_line(configuration: Configuration, release: Release, at: Locations) -> list[str]:
-    """The engine's argv, without secrets (API keys travel as credentials)."""
+def command_line(
+    configuration: Configuration, release: Release, at: Locations, drain_seconds: int | None = None
+) -> list[str]:
+    """The engine's argv, without secrets (API keys travel as credentials).
+
+    drain_seconds: how long running requests may take after a stop, for a release that takes it as a flag.
+    """
     dialect = {"vllm": _vllm, "sglang": _sglang}[release.engine]
     argv = [at.python, *release.launch]
-    for name, value in {**dialect(configuration, at), **configuration.flags}.items():
+    drain = {"shutdown-timeout": drain_seconds} if release.drain == "flag" and drain_seconds is not None else {}
+    for name, value in {**dialect(configuration, at), **drain, **configuration.flags}.items():
         argv += list(_flag(name, value))
     return argv
 

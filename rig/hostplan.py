@@ -20,6 +20,7 @@ from rig.catalog import ROOT, Catalog, Checkpoint, Configuration, Release, load_
 from rig.engines import Locations
 from rig.facts.host import HostFacts
 from rig.settings import ACS_UNIT, HostSettings, with_host
+from rig.supervision import Supervision
 from rig.topology import Decision, TopologyError, decide
 from rig.yaml_source import CatalogError
 
@@ -40,7 +41,8 @@ class HostData(BaseModel):
     base_packages: list[str]
     service_user: str
     enable_at_boot: str | None = None
-    restart: Literal["never", "now"] = "never"
+    restart: Literal["never", "when-idle", "now"] = "never"
+    supervision: Supervision = Supervision()
     api_key_file: str | None = None
     hub_token_file: str | None = None
     host_overrides: dict[str, str | None] = {}
@@ -182,10 +184,11 @@ def _chosen(host: HostData, catalog: Catalog) -> dict[str, Configuration]:
 def check_listening(host: HostData, serving: Mapping[str, Configuration]) -> None:
     """Raises CatalogError for a configuration that others can reach without an API key."""
     for name, configuration in serving.items():
-        if not configuration.listen.loopback and host.api_key_file is None:
+        guarded = host.api_key_file is not None or configuration.listen.open_without_key
+        if not configuration.listen.loopback and not guarded:
             raise CatalogError(
                 f"serving.{name} listens on {configuration.listen.host}, which others can reach: "
-                "set api_key_file in the host's data, or listen on 127.0.0.1"
+                "set api_key_file in the host's data, listen on 127.0.0.1, or say open_without_key: true"
             )
 
 

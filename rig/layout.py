@@ -25,6 +25,7 @@ REBOOT_PENDING = "/run/kimi-rig/reboot-pending"
 UNITS = "/etc/systemd/system"
 UNIT_MARK = "# Written by kimi-rig"
 CACHE = "/var/cache/kimi-rig"
+FALLBACK_UNIT = "kimi-fallback@.service"
 
 
 def unit_name(configuration: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -39,6 +40,10 @@ def systemd_assignment(name: str, value: str) -> str:
     return systemd_quote(f"{name}={value}").replace("$$", "$")
 
 
+# Processes of one engine talk over loopback: nothing of theirs listens elsewhere, and the unit's address filter holds.
+# NCCL, Gloo and vLLM otherwise take the first interface that is not loopback (NCCL_SOCKET_IFNAME in NCCL's manual).
+ONE_HOST = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+
 _JINJA.filters["systemd_quote"] = systemd_quote
 
 
@@ -58,14 +63,31 @@ def run_specification(plan: HostPlan, name: str) -> dict[str, Any]:
         "model": served_model_name(configuration, at),
         "tool_call_parser": configuration.tool_call_parser,
         "reasoning_parser": configuration.reasoning_parser,
-        "speculation": None if speculation is None else {"drafter": speculation.drafter, "steps": speculation.steps},
+        "api_key": plan.data.api_key_file is not None,
+        "gpus": configuration.gpus,
+        "target_path": at.target,
+        "drafter_path": at.drafter,
+        "speculation": None
+        if speculation is None
+        else {
+            "drafter": speculation.drafter,
+            "steps": speculation.steps,
+            "draft_tokens": speculation.draft_tokens or speculation.steps + 1,
+            "break_even_length": speculation.break_even_length,
+        },
         "harmless_log": list(release.harmless_log),
+        "drain": release.drain,
+        "rate_counts_bonus": release.rate_counts_bonus,
+        "limits": plan.data.supervision.model_dump(exclude={"shared_memory"}),
+        # The unit carries argv, environment and sandbox.
+        "unit_digest": hashlib.sha256(unit_file(plan, name).encode()).hexdigest(),
     }
-    started_as = {
-        "argv": command_line(configuration, release, at),
-        "env": engine_environment(plan, configuration),
-    }
-    return {**specification, "digest": canonical_digest({**specification, **started_as})}
+    checkpoints = [plan.checkpoints[used].source.model_dump() for used in _checkpoints_of(configuration)]
+    return {**specification, "digest": canonical_digest({**specification, "checkpoints": checkpoints})}
+
+
+def _checkpoints_of(configuration: Configuration) -> list[str]:
+    return [configuration.target, *([configuration.speculation.drafter] if configuration.speculation else [])]
 
 
 def engine_environment(plan: HostPlan, configuration: Configuration) -> dict[str, str]:
@@ -74,6 +96,7 @@ def engine_environment(plan: HostPlan, configuration: Configuration) -> dict[str
     cuda = {"CUDA_HOME": plan.settings.cuda_home} if plan.settings.cuda_home else {}
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, configuration.gpus))} if configuration.gpus else {}
     return {
+        **ONE_HOST,
         **cuda,
         **visible,
         **plan.settings.environment.get(release.engine, {}),
@@ -99,7 +122,11 @@ def unit_file(plan: HostPlan, name: str) -> str:
     others = conflicts(plan, name)
     configuration = plan.serving[name]
     release = plan.environments[configuration.release].release
-    environment = engine_environment(plan, configuration)
+    limits = plan.data.supervision
+    environment_path = plan.environments[configuration.release].path
+    # Compiled kernels of one release must never meet another: a new environment starts with an empty cache.
+    cache = f"{layout.CACHE}/{name}/{configuration.release}-{environment_path.rpartition('/')[2]}"
+    environment = {**jit_caches(cache), **engine_environment(plan, configuration)}
     return _JINJA.get_template("kimi.service.j2").render(
         mark=layout.UNIT_MARK,
         name=name,
@@ -110,13 +137,54 @@ def unit_file(plan: HostPlan, name: str) -> str:
         after=[other for other in others if other < unit],
         rigctl=layout.RIGCTL,
         specification=f"{layout.CONFIGURATIONS}/{name}.json",
-        argv=command_line(configuration, release, plan.locations(configuration)),
+        argv=command_line(configuration, release, plan.locations(configuration), limits.drain_seconds),
         environment=[systemd_assignment(key, value) for key, value in sorted(environment.items())],
-        cache=f"{layout.CACHE}/{name}",
         cache_name=f"{layout.CACHE.removeprefix('/var/cache/')}/{name}",
         api_key=f"{layout.CREDENTIALS}/api-key" if plan.data.api_key_file else None,
         device_allow=plan.settings.device_allow,
+        fallback=layout.FALLBACK_UNIT.replace("@", f"@{name}"),
+        stop_seconds=limits.drain_seconds + limits.stop_seconds + 30,
+        shared_memory=limits.shared_memory,
+        addresses=addresses(configuration),
+        limits=sorted({**LIMITS, **plan.settings.limits}.items()),
+        reboot_pending=layout.REBOOT_PENDING,
+        systemd_failures=" ".join(map(str, SYSTEMD_FAILURES)),
     )
+
+
+# In every published launch on 8 cards; the host's settings may add to them.
+LIMITS = {"LimitMEMLOCK": "infinity", "LimitNOFILE": "1048576"}
+
+# Exit codes by which systemd says that it cannot set a unit up (systemd.exec(5)): another try would end the same.
+SYSTEMD_FAILURES = (200, 203, 214, 216, 217, 218, 219, 225, 226, 227, 228, 233, 234, 238, 239, 240, 241, 243)
+
+
+def jit_caches(cache: str) -> dict[str, str]:
+    """Where the engines and their compilers keep what they compile."""
+    return {
+        "HOME": cache,
+        "XDG_CACHE_HOME": cache,
+        "VLLM_CACHE_ROOT": f"{cache}/vllm",
+        "TRITON_CACHE_DIR": f"{cache}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
+        "TORCH_EXTENSIONS_DIR": f"{cache}/torch-extensions",
+        "FLASHINFER_WORKSPACE_BASE": cache,
+        "TVM_FFI_CACHE_DIR": f"{cache}/tvm-ffi",
+        "CUTE_DSL_CACHE_DIR": f"{cache}/cute-dsl",
+    }
+
+
+def addresses(configuration: Configuration) -> list[str]:
+    """Addresses the unit may talk to; empty when anyone may reach it."""
+    listen = configuration.listen
+    if listen.loopback:
+        return ["localhost"]
+    return ["localhost", *listen.networks] if listen.networks else []
+
+
+def fallback_unit() -> str:
+    """The text of the oneshot that goes back to what a failed configuration displaced."""
+    return _JINJA.get_template("kimi-fallback.service.j2").render(mark=layout.UNIT_MARK, rigctl=layout.RIGCTL)
 
 
 def specification_file(plan: HostPlan, name: str) -> str:
@@ -126,7 +194,7 @@ def specification_file(plan: HostPlan, name: str) -> str:
 
 def unit_files(plan: HostPlan) -> Mapping[str, str]:
     """Absolute path -> text of every unit and run specification of a host."""
-    files: dict[str, str] = {}
+    files: dict[str, str] = {f"{layout.UNITS}/{layout.FALLBACK_UNIT}": fallback_unit()}
     for name in plan.serving:
         files[f"{layout.UNITS}/{layout.unit_name(name)}"] = unit_file(plan, name)
         files[f"{layout.CONFIGURATIONS}/{name}.json"] = specification_file(plan, name)

@@ -27,7 +27,8 @@ def command_lines(plan: HostPlan, release: str) -> list[list[str]]:
     """The command lines of a release's configurations, as its own parser will see them."""
     env = plan.environments[release]
     mine = [entry for entry in plan.serving.values() if entry.release == release]
-    return [command_line(entry, env.release, plan.locations(entry)) for entry in mine]
+    drain = plan.data.supervision.drain_seconds
+    return [command_line(entry, env.release, plan.locations(entry), drain) for entry in mine]
 
 
 def variables(plan: HostPlan, release: str) -> list[str]:

@@ -16,7 +16,7 @@ def units(plan: HostPlan) -> None:
     boot = layout.unit_name(plan.data.enable_at_boot) if plan.data.enable_at_boot else None
     files = [File(path, text.encode()) for path, text in unit_files(plan).items()]
     present(name="Write units", entries=files)
-    system.retired_units(name="Remove units of removed configurations", keep=names)
+    system.retired_units(name="Remove units of removed configurations", keep=[*names, layout.FALLBACK_UNIT])
     system.units_loaded(name="Load units into systemd", units=names)
     system.enabled_at_boot(name="Choose what starts at boot", wanted=boot, units=names)
     digests = {name: run_specification(plan, name)["digest"] for name in plan.serving}

@@ -25,8 +25,49 @@ service_user = "kimi"
 # The one configuration started at boot, or None.
 enable_at_boot = None
 # What a deploy does with a running service whose unit, environment or checkpoint changed: "never" restarts it (it is
-# shown as stale), "now" restarts it at once.
+# shown as stale), "when-idle" restarts it as soon as no request runs, "now" at once.
 restart = "never"
+# Thresholds of the units. A host names only those it changes.
+supervision = {
+    # Load: it fails after this long without a new log line, processor time, I/O or change of GPU memory ...
+    "no_progress_minutes": 25,
+    # ... or this long with nothing but processor time (a hung collective spins). February's longest load took 35 min.
+    "busy_only_minutes": 60,
+    # Processor time counts from this share of one core on, I/O from this much between two samples.
+    "busy_share": 0.05,
+    "io_mib": 1,
+    "sample_seconds": 10,
+    # Before the start: a GPU with less in use than this is free; so long its last owner may take to give it back.
+    "gpu_free_mib": 1024,
+    "gpu_wait_seconds": 60,
+    # Size of the unit's own /dev/shm (tmpfs syntax), and what must be free in it and on the disk of caches and logs.
+    "shared_memory": "50%",
+    "minimum_shm_mib": 512,
+    "minimum_disk_mib": 2048,
+    # Longest wait for one answer of the acceptance: a first request may compile kernels.
+    "acceptance_seconds": 600,
+    # Watchdog: a small completion every so often; an answer may take so long before the counters are asked instead.
+    "watch_seconds": 30,
+    "watch_answer_seconds": 60,
+    # It restarts an engine that for so long neither answered nor moved a counter, or gave so many wrong answers.
+    "frozen_minutes": 10,
+    "errors_in_a_row": 3,
+    # Tokens a step below which a drafter counts as slower than none, judged over so many steps of others' requests.
+    "acceptance_floor": 1.25,
+    "window_drafts": 200,
+    # After a crash: so many restarts in a row, the first after the delay, each next after twice that, up to the limit.
+    # A run that served for so long starts the count anew.
+    "restarts": 3,
+    "restart_delay_seconds": 10,
+    "restart_delay_limit_seconds": 300,
+    "healthy_minutes": 60,
+    # Stop: running requests may take so long, then the engine itself so long before it is killed.
+    "drain_seconds": 60,
+    "stop_seconds": 60,
+    # Log files, one a run, beside the journal.
+    "kept_runs": 10,
+    "run_log_mib": 64,
+}
 
 # --- Secrets: a file on the machine you deploy from, readable by you alone, or "prompt" ------------------------------
 

@@ -113,18 +113,30 @@ def running_current(digests: dict[str, str], restart: str) -> Commands:
     digests: configuration -> digest of its run specification. The running service wrote the digest it was started
     with to /run/kimi-rig/<configuration>/started.json, so a restart that an earlier deploy owed is never lost, whatever
     failed since. restart "never" leaves a stale service running (`rigctl status` and verification show it); "now"
-    restarts it without waiting for the load.
+    restarts it without waiting for the load; "when-idle" leaves a unit behind that does so once no request runs.
     """
     started = host.get_fact(
         Lines, script='for f in /run/kimi-rig/*/started.json; do d=${f%/*}; echo "${d##*/} $(cat $f)"; done'
     )
     running = dict(line.split(" ", 1) for line in started if " " in line)
     stale = sorted(name for name, text in running.items() if name in digests and digests[name] not in text)
+    if restart == "when-idle":
+        waiting = host.get_fact(
+            Lines, script="systemctl list-units --plain --no-legend 'kimi-restart-*' | cut -d' ' -f1"
+        )
+        stale = [name for name in stale if f"kimi-restart-{name}.service" not in waiting]
     if not stale or restart == "never":
         host.noop(f"stale, left running: {', '.join(stale)}" if stale else "no running service is stale")
         return
     for name in stale:
-        note(f"{layout.unit_name(name)} is restarted: what it was started with has changed")
+        when = "once it is idle" if restart == "when-idle" else "now"
+        note(f"{layout.unit_name(name)} is restarted {when}: what it was started with has changed")
+    if restart == "when-idle":
+        run = "systemd-run --quiet --collect"
+        yield script(
+            *(f"{run} --unit=kimi-restart-{name} {layout.RIGCTL} restart {name} --when-idle" for name in stale)
+        )
+        return
     yield script(f"systemctl restart --no-block {' '.join(layout.unit_name(name) for name in stale)}")
 
 

@@ -32,6 +32,7 @@ WEATHER = {
 # A tool call and its reasoning fit well below this; the answer to QUESTION may end earlier by itself.
 MAX_TOKENS = 512
 SHORT_MAX_TOKENS = 128
+SETTLE_SECONDS = 3
 # Words needed before repetition can be judged, and the share of one word that no language reaches.
 JUDGED_WORDS = 8
 REPEATED_SHARE = 0.6
@@ -41,27 +42,88 @@ class NotAccepted(Exception):
     """The engine answers, but not as a serving engine must. Says what was asked and what came."""
 
 
+# Asked without the key: (method, path, what it gives away). An empty body starts nothing: a guarded route says 401 or
+# 403 first, an open one complains about the body.
+ROUTES = [
+    ("GET", "/v1/models", "must be guarded"),
+    ("POST", "/v1/completions", "must be guarded"),
+    ("POST", "/v1/chat/completions", "must be guarded"),
+    ("POST", "/v1/embeddings", "must be guarded"),
+    ("POST", "/generate", "generates"),
+    ("POST", "/invocations", "generates"),
+    ("POST", "/inference/v1/generate", "generates"),
+    ("POST", "/tokenize", "tokenizes"),
+    ("POST", "/detokenize", "tokenizes"),
+    ("POST", "/pooling", "computes"),
+    ("POST", "/score", "computes"),
+    ("POST", "/rerank", "computes"),
+    ("GET", "/health", "tells its state"),
+    ("GET", "/ping", "tells its state"),
+    ("GET", "/load", "tells its load"),
+    ("GET", "/metrics", "tells its counters"),
+    ("GET", "/version", "tells its version"),
+    ("GET", "/server_info", "tells its settings"),
+    ("GET", "/get_server_info", "tells its settings"),
+    ("GET", "/model_info", "tells its settings"),
+    ("GET", "/docs", "tells its interface"),
+    ("GET", "/openapi.json", "tells its interface"),
+]
+
+
 def accept(engine: Engine) -> dict[str, Any]:
     """Ask an engine that listens; what it proved, with seconds for each probe.
 
-    Raises NotAccepted with the first probe that failed.
+    Raises NotAccepted with every verdict that is against it.
     """
     specification = engine.specification
-    probes: list[tuple[str, Callable[[Engine], Any]]] = [("identity", _identity), ("completion", _completion)]
+    probes: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+        ("identity", lambda: _identity(engine)),
+        ("completion", lambda: _completion(engine)),
+    ]
     if specification.tool_call_parser:
-        probes.append(("tool_call", _tool_call))
-    before = engine.speculation() if specification.speculation else None
+        probes.append(("tool_call", lambda: _tool_call(engine)))
+    if specification.speculation:
+        before = _counters(engine)
+        probes.append(("speculation", lambda: _speculation(engine, before)))
+    if specification.api_key:
+        probes.append(("routes", lambda: _routes(Engine(specification))))
     proved: dict[str, Any] = {}
+    refused: list[str] = []
     for name, probe in probes:
         started = time.monotonic()
         try:
-            answer = probe(engine)
+            proved[name] = {**probe(), "seconds": round(time.monotonic() - started, 3)}
         except requests.RequestException as error:
-            raise NotAccepted(f"{name}: no answer: {_reason(error)}") from None
-        proved[name] = {"seconds": round(time.monotonic() - started, 3), **answer}
-    if specification.speculation:
-        proved["speculation"] = _speculation(engine, before)
+            # It may hang or be dead: further questions would only make the operator wait.
+            raise NotAccepted("; ".join([*refused, f"{name}: no answer: {reason(error)}"])) from None
+        except NotAccepted as error:
+            refused.append(str(error))
+    if refused:
+        # A degenerate model drafts itself perfectly: the operator sees both verdicts.
+        counted = proved.get("speculation", {})
+        also = f" (speculation: {counted['accepted']}/{counted['drafted']} accepted)" if "drafted" in counted else ""
+        raise NotAccepted("; ".join(refused) + also)
     return proved
+
+
+def _counters(engine: Engine) -> Speculation | None:
+    try:
+        return engine.speculation()
+    except requests.RequestException as error:
+        raise NotAccepted(f"speculation: /metrics does not answer: {reason(error)}") from None
+
+
+def _routes(stranger: Engine) -> dict[str, Any]:
+    """What the engine answers to one who has no key. vLLM guards /v1 alone, SGLang lets /health* and /metrics* pass."""
+    open_routes = []
+    for method, path, gives in ROUTES:
+        status = stranger.status_of(method, path)
+        if status in (401, 403, 404, 405):
+            continue
+        if gives == "must be guarded":
+            raise NotAccepted(f"routes: {method} {path} answers {status} without the API key: the key is not in force")
+        open_routes.append(f"{method} {path} ({gives})")
+    return {"open_without_key": open_routes}
 
 
 def _identity(engine: Engine) -> dict[str, Any]:
@@ -71,8 +133,12 @@ def _identity(engine: Engine) -> dict[str, Any]:
     return {"model": engine.specification.model}
 
 
+def _patience(engine: Engine) -> float:
+    return engine.specification.limits.acceptance_seconds
+
+
 def _completion(engine: Engine) -> dict[str, Any]:
-    choice = engine.chat(QUESTION, max_tokens=SHORT_MAX_TOKENS)
+    choice = engine.chat(QUESTION, max_tokens=SHORT_MAX_TOKENS, timeout=_patience(engine))
     message = choice["message"]
     reasoning, content = reasoning_of(message), message.get("content") or ""
     for part, text in (("reasoning", reasoning), ("content", content)):
@@ -81,12 +147,18 @@ def _completion(engine: Engine) -> dict[str, Any]:
     # A reasoning model may still think when the tokens end; then there is no content yet.
     if not content.strip() and not (reasoning.strip() and choice.get("finish_reason") == "length"):
         raise NotAccepted("completion: the answer is empty")
+    if engine.specification.reasoning_parser:
+        if "<think>" in content or "</think>" in content:
+            raise NotAccepted(f"completion: reasoning is not separated from the answer: {content[:80]!r}")
+        if not reasoning.strip():
+            raise NotAccepted(f"completion: a reasoning parser is configured, but no reasoning came: {content[:80]!r}")
     return {"words": len(content.split()), "finish_reason": choice.get("finish_reason")}
 
 
 def _tool_call(engine: Engine) -> dict[str, Any]:
     question = [{"role": "user", "content": "What is the weather in Paris? Use the tool."}]
-    message = engine.chat(question, tools=[WEATHER], max_tokens=MAX_TOKENS)["message"]
+    choice = engine.chat(question, tools=[WEATHER], max_tokens=MAX_TOKENS, timeout=_patience(engine))
+    message = choice["message"]
     calls = message.get("tool_calls") or []
     if not calls:
         raise NotAccepted(f"tool_call: no call came, but {(message.get('content') or reasoning_of(message))[:80]!r}")
@@ -101,15 +173,29 @@ def _tool_call(engine: Engine) -> dict[str, Any]:
 
 
 def _speculation(engine: Engine, before: Speculation | None) -> dict[str, Any]:
-    after = engine.speculation()
+    after = _settled(engine, before)
     if after is None:
-        if engine.specification.engine == "sglang":
-            return {"counters": "this release exports none"}
+        length = engine.metrics().own_length
+        if length is not None:
+            if length <= 0:
+                raise NotAccepted("speculation: the engine's own acceptance length is 0: the drafter is not used")
+            return {"own_length": length, "counters": "this release exports none"}
         raise NotAccepted("speculation: a drafter is configured, but the engine counts no drafts")
     moved = after.since(before or Speculation(0, 0, 0))
     if moved.drafts <= 0:
         raise NotAccepted("speculation: the counters did not move: the drafter is not used")
     return {"drafts": moved.drafts, "drafted": moved.drafted, "accepted": moved.accepted}
+
+
+def _settled(engine: Engine, before: Speculation | None) -> Speculation | None:
+    """The counters once they have moved; engines write them down a moment after the answer."""
+    end = time.monotonic() + SETTLE_SECONDS
+    while True:
+        after = engine.speculation()
+        moved = after is not None and after.drafts > (before.drafts if before else 0)
+        if moved or time.monotonic() > end:
+            return after
+        time.sleep(0.1)
 
 
 def reasoning_of(message: dict[str, Any]) -> str:
@@ -132,7 +218,8 @@ def degenerate(text: str) -> str | None:
     return None
 
 
-def _reason(error: requests.RequestException) -> str:
+def reason(error: requests.RequestException) -> str:
+    """An HTTP failure in a few words."""
     if error.response is not None:
         return f"HTTP {error.response.status_code}: {error.response.text[:120]}"
     return type(error).__name__

@@ -10,12 +10,16 @@ from pathlib import Path
 
 MODULES: tuple[str, ...] = (
     "checkpoints",
+    "doctor",
     "drift",
+    "ended",
     "environment",
+    "leftovers",
     "patches",
     "probes",
     "serve",
     "status",
+    "switching",
     "tiny_kimi",
 )
 

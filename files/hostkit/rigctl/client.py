@@ -38,6 +38,10 @@ class Speculation:
         """What happened between two readings."""
         return Speculation(self.drafts - before.drafts, self.drafted - before.drafted, self.accepted - before.accepted)
 
+    def plus(self, more: Speculation) -> Speculation:
+        """Both together."""
+        return Speculation(self.drafts + more.drafts, self.drafted + more.drafted, self.accepted + more.accepted)
+
     @property
     def acceptance_length(self) -> float | None:
         """Tokens a step yields: 1 + accepted drafts a step. None before the first step."""
@@ -81,23 +85,109 @@ class Engine:
         choice: dict[str, Any] = response.json()["choices"][0]
         return choice
 
+    def ready(self, timeout: float = 5) -> bool:
+        """Whether the engine says of itself that it is up: it has a model list and /health is not 503.
+
+        SGLang opens its port before its warm-up is over and answers 503 until then (http_server.py, /health).
+        """
+        try:
+            self.models(timeout)
+            return self._get("/health", max(timeout, 25)).ok
+        except (requests.RequestException, ValueError, KeyError):
+            return False
+
     def speculation(self, timeout: float = 5) -> Speculation | None:
         """The counters of speculation; None where the engine exports none (no drafter, or gauges only)."""
-        names = {
-            "vllm": {
-                "vllm:spec_decode_num_drafts_total": "drafts",
-                "vllm:spec_decode_num_draft_tokens_total": "drafted",
-                "vllm:spec_decode_num_accepted_tokens_total": "accepted",
-            }
-        }.get(self.specification.engine, {})
-        counted: dict[str, int] = {}
-        for family in text_string_to_metric_families(self._get("/metrics", timeout).text):
-            for sample in family.samples:
-                if sample.name in names:
-                    counted[names[sample.name]] = counted.get(names[sample.name], 0) + int(sample.value)
-        return Speculation(**counted) if len(counted) == len(names) > 0 else None
+        return self.metrics(timeout).speculation
+
+    def metrics(self, timeout: float = 5) -> Metrics:
+        """The engine's counters and gauges now."""
+        text = self._get("/metrics", timeout).text
+        return read_metrics(self.specification.engine, text, self.specification.speculation or {})
+
+    def status_of(self, method: str, path: str, timeout: float = 5) -> int:
+        """HTTP status of a request with an empty JSON body; connection errors raise requests.RequestException."""
+        body: dict[str, str] | None = {} if method == "POST" else None
+        url = self.specification.base_url + path
+        response = self._session.request(method, url, json=body, timeout=timeout, allow_redirects=False, stream=True)
+        response.close()
+        return response.status_code
 
     def _get(self, path: str, timeout: float) -> requests.Response:
         response = self._session.get(self.specification.base_url + path, timeout=timeout)
         response.raise_for_status()
         return response
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What an engine's /metrics says, in one vocabulary.
+
+    running, waiting: requests. pulse: numbers that change while any request makes progress; SGLang counts tokens only
+    when a request ends, its gauges move before that.
+    own_rate, own_length: the engine's own gauges, comparable only with their definition (rigctl.rates).
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pulse: tuple[float, ...] = ()
+    speculation: Speculation | None = None
+    own_rate: float | None = None
+    own_length: float | None = None
+
+
+_NAMES = {
+    "vllm": {
+        "running": ["vllm:num_requests_running"],
+        "waiting": ["vllm:num_requests_waiting"],
+        "pulse": ["vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:kv_cache_usage_perc"],
+        "drafts": ["vllm:spec_decode_num_drafts_total"],
+        "drafted": ["vllm:spec_decode_num_draft_tokens_total"],
+        "accepted": ["vllm:spec_decode_num_accepted_tokens_total"],
+    },
+    "sglang": {
+        "running": ["sglang:num_running_reqs"],
+        "waiting": ["sglang:num_queue_reqs"],
+        "pulse": [
+            "sglang:prompt_tokens_total",
+            "sglang:generation_tokens_total",
+            "sglang:gen_throughput",
+            "sglang:num_used_tokens",
+        ],
+        "drafts": ["sglang:spec_verify_calls_total"],
+        "generated": ["sglang:generation_tokens_total"],
+        "requests": ["sglang:num_requests_total"],
+        "own_rate": ["sglang:spec_accept_rate"],
+        "own_length": ["sglang:spec_accept_length"],
+    },
+}
+
+
+def read_metrics(engine: str, text: str, speculation: Mapping[str, Any]) -> Metrics:
+    """Read the Prometheus text of one engine. speculation: the configuration's, for SGLang's number of draft tokens."""
+    names = _NAMES[engine]
+    wanted = tuple({name for listed in names.values() for name in listed})
+    kept = "\n".join(line for line in text.splitlines() if line.startswith(wanted))
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(kept + "\n"):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0) + sample.value
+    value = {key: sum(found[name] for name in listed if name in found) for key, listed in names.items()}
+    present = {key for key, listed in names.items() if any(name in found for name in listed)}
+    counted = None
+    if engine == "vllm" and present >= {"drafts", "drafted", "accepted"}:
+        counted = Speculation(int(value["drafts"]), int(value["drafted"]), int(value["accepted"]))
+    elif engine == "sglang" and "drafts" in present:
+        # A request's first token comes from its prefill, and each verification yields one token beside the accepted
+        # ones (SGLang 0.5.23, metrics_collector.py, batch_result_processor.py). Requests count when they end.
+        steps = int(value["drafts"])
+        accepted = max(0, int(value["generated"] - value["requests"]) - steps)
+        counted = Speculation(steps, steps * (int(speculation.get("draft_tokens") or 4) - 1), accepted)
+    return Metrics(
+        running=int(value["running"]),
+        waiting=int(value["waiting"]),
+        pulse=tuple(found.get(name, 0) for name in names["pulse"]),
+        speculation=counted,
+        own_rate=value["own_rate"] if "own_rate" in present else None,
+        own_length=value["own_length"] if "own_length" in present else None,
+    )

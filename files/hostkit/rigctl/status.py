@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-import subprocess
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import requests
@@ -13,7 +14,19 @@ import requests
 from rigctl.acceptance import reasoning_of
 from rigctl.cli import RigctlError
 from rigctl.client import Engine, api_key
-from rigctl.specification import Specification, installed, named, started
+from rigctl.ended import failures
+from rigctl.specification import STATE, Specification, installed, named, read_json, started
+from rigctl.systemd import UNITS, properties
+
+FALLBACK = STATE / "fallback.json"
+WANTED = ["ActiveState", "StatusText", "Result", "ExecMainStatus", "NRestarts", "NeedDaemonReload", "DropInPaths"]
+# Exit codes of systemd itself when it cannot set a unit up (systemd.exec(5)).
+SETUP_FAILURES = {
+    "203": "rigctl cannot be run: deploy again",
+    "217": "its user does not exist: deploy again",
+    "226": "its sandbox cannot be set up; `rigctl logs` says why",
+    "243": "a credential is missing or unreadable: check /etc/kimi-rig/credentials, set api_key_file and deploy again",
+}
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,53 +42,103 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def show(arguments: argparse.Namespace) -> int:
-    """Print one line a configuration."""
-    rows = [_row(specification) for specification in installed()]
+    """Print one line a configuration, and below it whatever an operator should know."""
+    rows = [row(specification) for specification in installed()]
+    fallback = read_json(FALLBACK) or {}
+    rows = [{**found, "fallback": fallback if found["name"] == fallback.get("failed") else None} for found in rows]
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return 0
-    for row in rows:
-        stale = "  STALE: deployed anew since it was started" if row["stale"] else ""
-        length = row["acceptance_length"]
-        speculation = f"  acceptance length {length:.2f}" if length is not None else ""
-        print(f"{row['state']:<12} {row['name']:<32} {row['status']}{speculation}{stale}")
+    for found in rows:
+        print(f"{found['state']:<12} {found['name']:<32} {found['status']}".rstrip())
+        for remark in found["remarks"]:
+            print(f"{'':<12} {'':<32} {remark}")
+    if fallback:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fallback["at"]))
+        print(f"fallback: at {when} {fallback['failed']} was not accepted ({fallback['cause']}); {fallback['outcome']}")
     return 0
 
 
-def _row(specification: Specification) -> dict[str, Any]:
-    properties = _properties(specification.unit)
-    ran_as = started(specification) if properties["ActiveState"] == "active" else None
-    length = None
-    if ran_as is not None and specification.speculation:
-        try:
-            counters = Engine(specification, api_key()).speculation()
-            length = counters.acceptance_length if counters else None
-        except requests.RequestException:
-            pass
+def row(specification: Specification) -> dict[str, Any]:
+    """Everything that is known of one configuration; never asks the engine, so it answers at once."""
+    unit = properties(specification.unit, WANTED)
+    state = unit["ActiveState"]
+    ran_as = started(specification) if state in ("active", "deactivating") else None
+    watch = (read_json(specification.runtime / "watch.json") or {}) if ran_as else {}
+    ended = read_json(specification.state / "ended.json") if state != "active" else None
     return {
         "name": specification.name,
-        "state": properties["ActiveState"],
-        "status": properties["StatusText"],
+        "state": state,
+        "status": _status_text(unit, ended),
         "release": specification.release,
         "address": f"{specification.host}:{specification.port}",
         "model": specification.model,
+        "api_key": specification.api_key,
         "accepted_at": ran_as["accepted_at"] if ran_as else None,
-        "acceptance_length": length,
+        "started": ran_as,
+        "watch": watch or None,
+        "acceptance_length": watch.get("acceptance_length"),
+        "restarts": int(unit["NRestarts"] or 0),
+        "failures": failures(specification),
+        "last_end": ended,
         "stale": ran_as is not None and ran_as["digest"] != specification.digest,
+        "edited": _edited(specification, unit),
+        "remarks": list(_remarks(specification, unit, ran_as, watch, ended)),
     }
 
 
-def _properties(unit: str) -> dict[str, str]:
-    wanted = ["ActiveState", "StatusText"]
-    command = ["systemctl", "show", f"--property={','.join(wanted)}", unit]
-    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    found = dict(line.split("=", 1) for line in output.splitlines() if "=" in line)
-    return {key: found.get(key, "") for key in wanted}
+def _status_text(unit: dict[str, str], ended: dict[str, Any] | None) -> str:
+    if unit["ActiveState"] == "failed":
+        if why := SETUP_FAILURES.get(unit["ExecMainStatus"]):
+            return why
+        return str((ended or {}).get("cause") or unit["StatusText"] or unit["Result"])
+    return unit["StatusText"] if unit["ActiveState"] != "inactive" else ""
+
+
+def _edited(specification: Specification, unit: dict[str, str]) -> list[str]:
+    """Files that change the unit and are not as deployed."""
+    path = UNITS / specification.unit
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return [f"{path} is missing"]
+    edited = [] if digest == specification.unit_digest else [str(path)]
+    return edited + unit["DropInPaths"].split()
+
+
+def _remarks(
+    specification: Specification,
+    unit: dict[str, str],
+    ran_as: dict[str, Any] | None,
+    watch: dict[str, Any],
+    ended: dict[str, Any] | None,
+) -> Iterator[str]:
+    if ran_as and ran_as["digest"] != specification.digest:
+        yield "STALE: deployed anew since it was started; `systemctl restart` takes it over"
+    if edited := _edited(specification, unit):
+        yield f"EDITED BY HAND: {', '.join(edited)}; deploy again, or move the change to inventory/serving.yaml"
+    if unit["NeedDaemonReload"] == "yes":
+        yield "systemd has not read its unit again; deploy again or `systemctl daemon-reload`"
+    if watch.get("below_floor"):
+        yield (
+            f"acceptance length {watch['acceptance_length']} is below {watch['acceptance_floor']}: "
+            "slower than without a drafter"
+        )
+    if watch.get("own_rate") is not None:
+        yield f"the engine's own rate {watch['own_rate']:.2f} is {watch['own_rate_is']}"
+    if unit["ActiveState"] in ("active", "activating") and (causes := failures(specification)):
+        yield f"restarted after: {causes[-1]}"
+    if opened := ((ran_as or {}).get("proved", {}).get("routes") or {}).get("open_without_key"):
+        yield f"open without the API key: {', '.join(opened)}"
+    if ended and unit["ActiveState"] == "failed":
+        yield from (f"| {line}" for line in ended.get("last_words", []))
+    if ended and ended.get("left"):
+        yield from ended["left"]
 
 
 def talk(arguments: argparse.Namespace) -> int:
     """Send one chat completion and print the answer. Raises RigctlError when nothing is active or it fails."""
-    specification = named(arguments.configuration) if arguments.configuration else _active()
+    specification = named(arguments.configuration) if arguments.configuration else active()
     engine = Engine(specification, api_key())
     try:
         before = engine.speculation() if specification.speculation else None
@@ -112,8 +175,9 @@ def _text(answer: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _active() -> Specification:
+def active() -> Specification:
+    """The configuration that serves. Raises RigctlError when none does."""
     for specification in installed():
-        if _properties(specification.unit)["ActiveState"] == "active":
+        if properties(specification.unit, ["ActiveState"])["ActiveState"] == "active":
             return specification
     raise RigctlError("no configuration is active; start one with `systemctl start kimi-<configuration>`")

@@ -1,0 +1,216 @@
+"""The fault drill's box: one that is deployed already, with a stand-in engine in two units of their own.
+
+`make sandbox deploy` first; KIMI_RIG_DRILL_TABLE=FILE writes the table of results as measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rig import layout
+from rig.catalog import ROOT, Checkpoint, Configuration, GeneratorSource, Listen, Release, Speculation
+from rig.hostplan import Environment, HostPlan, host_plan
+from rig.operations.hostkit import hostkit_path
+from rig.sandbox import Box
+from rig.settings import HostSettings
+from rig.supervision import Supervision
+from rig.units import unit_files
+from tests.unit.serving import checkpoint
+
+PORT = int(os.environ.get("KIMI_RIG_DRILL_PORT", "18100"))
+HOME = "/opt/kimi-rig-drill"
+QUICK = Supervision(
+    sample_seconds=0.2,
+    watch_seconds=0.5,
+    watch_answer_seconds=0.5,
+    frozen_minutes=0.05,
+    no_progress_minutes=0.05,
+    busy_share=0.5,
+    restarts=2,
+    restart_delay_seconds=0.5,
+    drain_seconds=5,
+    stop_seconds=5,
+    minimum_disk_mib=0,
+)
+
+
+class DrillBox:
+    """A box, and units with a stand-in engine in it."""
+
+    def __init__(self) -> None:
+        self.box = Box()
+        self.rows: list[tuple[str, str, str, float]] = []
+
+    def ssh(self, command: str, *, check: bool = True) -> str:
+        """Standard output of a command in the box."""
+        done = subprocess.run(self.box.ssh_command(command), capture_output=True, text=True, check=False, timeout=300)
+        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def path(self, inside: str) -> Path:
+        """The box's file, seen from here."""
+        return self.box.root / inside.lstrip("/")
+
+    def prepare(self) -> None:
+        """Install the stand-in engine and its checkpoints."""
+        home = self.path(HOME)
+        shutil.rmtree(home, ignore_errors=True)
+        (home / "env" / "bin").mkdir(parents=True)
+        (home / "env" / "bin" / "python").symlink_to("/usr/bin/python3")
+        shutil.copy(ROOT / "tests" / "standin.py", home / "standin.py")
+        for name in ("target", "drafter"):
+            checkpoint(home / name)
+
+    def plan(self, supervision: Supervision = QUICK, **configurations: dict[str, Any]) -> HostPlan:
+        """Units drill-a, drill-b, ... keys of `configurations`: what each has beside the defaults."""
+        found = runpy.run_path(str(ROOT / "inventory" / "group_data" / "all.py"))
+        data = {key: value for key, value in found.items() if not key.startswith("_")}
+        key = any(more.pop("key", False) for more in configurations.values())
+        data |= {"api_key_file": "/nonexistent" if key else None}
+        release = Release(
+            engine="vllm",
+            version="0",
+            package="stand-in",
+            accelerator="cpu",
+            launch=[f"{HOME}/standin.py"],
+            lock="files/locks/stand-in.txt",
+            python=["3.11"],
+            drain="flag",
+        )
+        serving = {f"drill-{name}": self._configuration(name, more) for name, more in configurations.items()}
+        source = GeneratorSource(kind="generator", generator="none")
+        base = host_plan(data | {"configurations": []}, "debian-12", HostSettings())
+        return HostPlan(
+            data=base.data.model_copy(update={"supervision": supervision}),
+            distribution="debian-12",
+            settings=HostSettings(),
+            serving=serving,
+            environments={"stand-in": Environment("stand-in", release, "3.11", release.lock, f"{HOME}/env")},
+            checkpoints={n: Checkpoint(role=n, path=f"{HOME}/{n}", source=source) for n in ("target", "drafter")},
+            checkpoint_paths={name: f"{HOME}/{name}" for name in ("target", "drafter")},
+        )
+
+    def _configuration(self, name: str, more: dict[str, Any]) -> Configuration:
+        flags = {"plan": more.pop("plan", {}), "faults": self.faults(name)}
+        content: dict[str, Any] = {
+            "release": "stand-in",
+            "target": "target",
+            "gpus": [],
+            "listen": Listen(port=more.pop("port", PORT)),
+            "tool_call_parser": "kimi_k2",
+            "reasoning_parser": "kimi_k2",
+            "speculation": Speculation(drafter="drafter"),
+            "flags": {**flags, **more.pop("flags", {})},
+        }
+        return Configuration(**{**content, **more})
+
+    @staticmethod
+    def faults(name: str) -> str:
+        return f"{HOME}/faults-{name}.json"
+
+    def set_faults(self, name: str, **what: Any) -> None:
+        """The stand-in of drill-<name> reads them with its next request."""
+        self.path(self.faults(name)).write_text(json.dumps(what))
+
+    def install(self, supervision: Supervision = QUICK, **configurations: dict[str, Any]) -> HostPlan:
+        """Write the units and let systemd read them; nothing of an earlier test is left."""
+        self.clear()
+        plan = self.plan(supervision, **configurations)
+        for path, text in unit_files(plan).items():
+            self.path(path).write_text(text)
+        self.ssh("systemctl daemon-reload")
+        return plan
+
+    def clear(self) -> None:
+        """Stop and remove all units of the drill."""
+        self.ssh(
+            "systemctl stop 'kimi-drill-*' 'kimi-fallback@*'; systemctl disable -q kimi-drill-a 2>/dev/null; "
+            "systemctl reset-failed 'kimi-drill-*' 2>/dev/null; rm -rf "
+            f"{layout.UNITS}/kimi-drill-* {layout.CONFIGURATIONS}/drill-* /var/lib/kimi-rig/serving/drill-* "
+            f"/var/lib/kimi-rig/serving/fallback.json /var/log/kimi-rig/drill-* {layout.CREDENTIALS}/api-key; "
+            "systemctl daemon-reload",
+            check=False,
+        )
+        for path in self.path(HOME).glob("faults-*"):
+            path.unlink()
+
+    def start(self, name: str, *, check: bool = True) -> str:
+        """What `systemctl start` of drill-<name> says."""
+        return self.ssh(f"systemctl start kimi-drill-{name} 2>&1", check=check)
+
+    def state(self, name: str) -> dict[str, Any]:
+        """drill-<name> as `rigctl status` shows it."""
+        rows = json.loads(self.ssh("rigctl status --json"))
+        [row] = [row for row in rows if row["name"] == f"drill-{name}"]
+        found: dict[str, Any] = row
+        return found
+
+    def until(self, name: str, seconds: float = 30, **wanted: Any) -> dict[str, Any]:
+        """The state once it has these values."""
+        end = time.monotonic() + seconds
+        while True:
+            row = self.state(name)
+            if all(row[key] == value for key, value in wanted.items()):
+                return row
+            assert time.monotonic() < end, f"not {wanted}: {row}\n" + self.ssh(
+                f"journalctl --no-pager -n 40 -u kimi-drill-{name}"
+            )
+            time.sleep(0.2)
+
+    def pid(self, name: str, pattern: str) -> int:
+        """The process of drill-<name> whose command line has `pattern`."""
+        group = f"/sys/fs/cgroup/systemd/system.slice/kimi-drill-{name}.service/cgroup.procs"
+        unified = f"/sys/fs/cgroup/unified/system.slice/kimi-drill-{name}.service/cgroup.procs"
+        plain = f"/sys/fs/cgroup/system.slice/kimi-drill-{name}.service/cgroup.procs"
+        script = f"for p in $(cat {plain} {unified} {group} 2>/dev/null | sort -un); do "
+        script += "echo $p $(tr '\\0' ' ' < /proc/$p/cmdline); done"
+        lines = [line for line in self.ssh(script).splitlines() if re.match(rf"\d+ {pattern}", line)]
+        assert lines, f"no process of drill-{name} is {pattern}"
+        return int(lines[0].split()[0])
+
+    def told(self, fault: str, ends_in: str, message: str, begun: float) -> None:
+        """One row of the table of results."""
+        self.rows.append((fault, ends_in, message, time.monotonic() - begun))
+
+    def table(self) -> str:
+        head = "| fault | ends in | `rigctl status` says | seconds |\n|---|---|---|---|\n"
+        return head + "".join(f"| {a} | {b} | {c.replace('|', '/')} | {d:.1f} |\n" for a, b, c, d in self.rows)
+
+
+ENGINE = rf"{HOME}/env/bin/python {HOME}/standin.py"
+WORKER = ".*VLLM::Worker"
+SUPERVISOR = r".* -I -c import sys.* serve "
+
+
+@pytest.fixture(scope="session")
+def session_box() -> Iterator[DrillBox]:
+    drill = DrillBox()
+    installed = drill.ssh(f"readlink {layout.HOSTKIT}/current", check=False).strip()
+    assert installed == hostkit_path(), "the box has another rigctl: `make sandbox deploy` first"
+    drill.prepare()
+    yield drill
+    drill.clear()
+    drill.ssh(f"rm -rf {HOME}")
+    if table := os.environ.get("KIMI_RIG_DRILL_TABLE"):
+        Path(table).write_text(drill.table())
+
+
+@pytest.fixture
+def box(session_box: DrillBox) -> DrillBox:
+    return session_box
+
+
+def slower(**more: Any) -> Supervision:
+    """The drill's thresholds but those given."""
+    return Supervision(**{**QUICK.model_dump(), **more})

@@ -1,0 +1,335 @@
+"""The fault drill: each fault ends in a state and a message that `rigctl status` shows. About four minutes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rig.engines import command_line
+from rig.layout import CREDENTIALS, UNITS
+from tests.drill.conftest import ENGINE, HOME, PORT, SUPERVISOR, WORKER, DrillBox, slower
+
+
+@pytest.mark.parametrize(
+    ("fault", "who", "number"),
+    [
+        ("engine killed (SIGKILL of the API server)", ENGINE, "KILL"),
+        ("engine's worker killed (SIGKILL)", WORKER, "KILL"),
+        ("engine frozen (SIGSTOP)", ENGINE, "STOP"),
+        ("supervisor killed (SIGKILL)", SUPERVISOR, "KILL"),
+        ("supervisor frozen (SIGSTOP)", SUPERVISOR, "STOP"),
+    ],
+)
+def test_a_fault_in_service_is_restarted(box: DrillBox, fault: str, who: str, number: str) -> None:
+    box.install(a={"plan": {"worker": True, "orphan": True}})
+    if "supervisor frozen" in fault:
+        unit = box.path(f"{UNITS}/kimi-drill-a.service")
+        unit.write_text(unit.read_text().replace("WatchdogSec=2min", "WatchdogSec=12"))
+        box.ssh("systemctl daemon-reload")
+    box.start("a")
+    old = box.pid("a", ENGINE)
+    begun = time.monotonic()
+    box.ssh(f"kill -{number} {box.pid('a', who)}")
+    row = box.until("a", 60, state="active", restarts=1)
+    assert box.pid("a", ENGINE) != old
+    assert box.ssh(f"ps -o pid= -p {old}", check=False) == "", "nothing of the old run is left"
+    cause = row["failures"][0]
+    box.told(fault, "active again", f"restarted after: {cause}", begun)
+    assert row["started"]["proved"]["completion"]
+
+
+def test_out_of_memory(box: DrillBox) -> None:
+    box.install(a={})
+    box.start("a")
+    group = "/sys/fs/cgroup/memory/kimi-drill"
+    if not os.access("/sys/fs/cgroup/memory", os.W_OK):
+        pytest.skip("this computer has no memory controller that we may use")
+    begun = time.monotonic()
+    inside = box.pid("a", ENGINE)
+    outside = int(
+        subprocess.check_output(["sh", "-c", f"grep -l 'NSpid.*\\s{inside}$' /proc/[0-9]*/status | head -1"]).split(
+            b"/"
+        )[2]
+    )
+    os.makedirs(group, exist_ok=True)  # noqa: PTH103
+    try:
+        for file, value in (("memory.limit_in_bytes", 30 << 20), ("cgroup.procs", outside)):
+            with open(f"{group}/{file}", "w") as handle:  # noqa: PTH123
+                handle.write(str(value))
+        # A page the process touches above the limit ends it.
+        box.set_faults("a", grow=200)
+        row = box.until("a", 60, state="active", restarts=1)
+    finally:
+        time.sleep(0.5)
+        os.rmdir(group)  # noqa: PTH106
+    assert "lack of memory" in row["failures"][0]
+    box.told("out of memory (engine in a memory cgroup of the computer)", "active again", row["failures"][0], begun)
+    assert row["state"] == "active"
+
+
+def test_a_crash_loop_ends_in_failed_with_its_cause(box: DrillBox) -> None:
+    box.install(a={})
+    box.start("a")
+    begun = time.monotonic()
+    box.set_faults("a", status=500)
+    row = box.until("a", 60, state="failed")
+    assert "given up after" in row["status"]
+    assert row["status"] in box.ssh("systemctl status kimi-drill-a", check=False)
+    box.told("crash loop (every answer an error)", "failed", row["status"], begun)
+    # A start by hand begins a new count.
+    box.set_faults("a")
+    box.start("a")
+    assert box.state("a")["state"] == "active"
+
+
+STRANGER = f"systemd-run -q --unit drill-stranger python3 -m http.server -b 127.0.0.1 {PORT}; sleep 1"
+
+
+@pytest.mark.parametrize(
+    ("fault", "spoil", "why"),
+    [
+        ("drafter missing", f"mv {HOME}/drafter {HOME}/drafter-away", "the drafter is missing"),
+        ("drafter of the wrong size", f"echo '{{\"hidden_size\": 9}}' > {HOME}/drafter/config.json", "another model"),
+        ("target damaged", f"truncate -s -1 {HOME}/target/model.safetensors", "the model is damaged"),
+        (
+            "port taken by a stranger",
+            STRANGER,
+            "cannot be listened on",
+        ),
+        ("key file missing", f"rm {CREDENTIALS}/api-key", "credential is missing or unreadable"),
+        ("key file empty", f"echo > {CREDENTIALS}/api-key", "the API key is empty"),
+    ],
+)
+def test_what_cannot_serve_fails_at_once(box: DrillBox, fault: str, spoil: str, why: str) -> None:
+    box.prepare()
+    box.install(a={"key": "key" in fault})
+    box.ssh(f"echo drill-key > {CREDENTIALS}/api-key; {spoil}")
+    begun = time.monotonic()
+    try:
+        assert box.start("a", check=False)
+        row = box.until("a", state="failed", restarts=0)
+    finally:
+        box.ssh("systemctl stop drill-stranger 2>/dev/null", check=False)
+    assert why in row["status"]
+    box.told(fault, "failed", row["status"], begun)
+
+
+@pytest.mark.parametrize(
+    ("fault", "plan", "faults", "why"),
+    [
+        ("degenerate output", {}, {"answer": "degenerate"}, "one character repeated"),
+        ("load without progress", {"load": [["log", "Loading weights took"], ["stop"]]}, {}, "no progress"),
+        ("engine dies while loading", {"load": [["log", "CUDA error: out of memory"], ["exit", 1]]}, {}, "exit code 1"),
+    ],
+)
+def test_a_start_that_fails_goes_back(
+    box: DrillBox, fault: str, plan: dict[str, object], faults: dict[str, str], why: str
+) -> None:
+    box.install(a={}, b={"plan": plan})
+    box.start("a")
+    box.set_faults("b", **faults)
+    begun = time.monotonic()
+    said = box.ssh("rigctl switch drill-b 2>&1", check=False)
+    assert why in said and "drill-a is started again" in said
+    row = box.state("b")
+    assert (row["state"], row["fallback"]["to"]) == ("failed", "drill-a")
+    assert why in row["status"]
+    box.until("a", state="active")
+    box.told(fault, "failed; the one before is active again", row["status"], begun)
+    # Kept visible until the operator switches again.
+    assert "fallback: " in box.ssh("rigctl status")
+
+
+def test_shared_memory_full_and_left_over(box: DrillBox) -> None:
+    box.install(slower(shared_memory="4m", minimum_shm_mib=8), a={})
+    begun = time.monotonic()
+    box.start("a", check=False)
+    row = box.until("a", state="failed")
+    assert "/dev/shm has" in row["status"]
+    box.told("/dev/shm full", "failed", row["status"], begun)
+    box.install(slower(shared_memory="16m", minimum_shm_mib=8), a={"plan": {"segment_mib": 10}})
+    for _ in range(3):
+        box.start("a")
+        box.ssh("systemctl kill -s KILL kimi-drill-a; sleep 0.2; systemctl stop kimi-drill-a")
+    assert "sgl_shm" not in box.ssh("ls /dev/shm")
+
+
+def test_disk_full_of_logs(box: DrillBox) -> None:
+    box.install(a={"plan": {"load": [["shout", 3 << 20]]}})
+    box.ssh("mkdir -p /var/log/kimi-rig/drill-a; mount -t tmpfs -o size=1m tmpfs /var/log/kimi-rig/drill-a")
+    begun = time.monotonic()
+    try:
+        box.start("a")
+        assert "ends early (No space left on device)" in box.ssh("journalctl -u kimi-drill-a -n 300 | cut -c1-300")
+        row = box.until("a", state="active")
+        box.told("disk full of logs", "active", row["status"], begun)
+    finally:
+        box.ssh("systemctl stop kimi-drill-a; umount /var/log/kimi-rig/drill-a")
+
+
+def test_two_switches_at_once(box: DrillBox) -> None:
+    box.install(a={}, b={"plan": {"load": [["sleep", 1]]}}, c={"plan": {"load": [["sleep", 1]]}})
+    box.start("a")
+    begun = time.monotonic()
+    box.ssh("systemctl start kimi-drill-b & systemctl start kimi-drill-c; wait", check=False)
+    end = time.monotonic() + 30
+    while True:
+        states = {name: box.state(name)["state"] for name in "abc"}
+        if sorted(states.values()) == ["active", "inactive", "inactive"] or time.monotonic() > end:
+            break
+        time.sleep(0.3)
+    assert sorted(states.values()) == ["active", "inactive", "inactive"], states
+    assert states["a"] == "inactive"
+    box.told("two switches at once", "one of the two is active", "serving", begun)
+
+
+def test_a_unit_edited_by_hand_is_told(box: DrillBox) -> None:
+    box.install(a={})
+    begun = time.monotonic()
+    box.ssh("systemctl edit --full kimi-drill-a --stdin 2>/dev/null <<'E' || true\nE\n", check=False)
+    box.ssh(f"sed -i s/LimitNOFILE=.*/LimitNOFILE=1024/ {UNITS}/kimi-drill-a.service")
+    [remark] = [text for text in box.state("a")["remarks"] if "EDITED" in text]
+    box.told("unit edited by hand", "as it was", remark, begun)
+
+
+def test_the_api_without_a_key_with_a_wrong_one_and_from_another_address(box: DrillBox) -> None:
+    box.install(a={"key": True})
+    box.ssh(f"echo drill-key > {CREDENTIALS}/api-key; chmod 600 {CREDENTIALS}/api-key")
+    begun = time.monotonic()
+    box.start("a")
+    ask = (
+        "import http.client, sys; c = http.client.HTTPConnection('127.0.0.1', int(sys.argv[1]), source_address="
+        "(sys.argv[2], 0)); c.request('GET', '/v1/models', headers={'Authorization': 'Bearer ' + sys.argv[3]}); "
+        "print(c.getresponse().status)"
+    )
+    for address in ("127.0.0.1", "127.0.0.2"):
+        for key, status in (("", "401"), ("wrong", "401"), ("drill-key", "200")):
+            assert box.ssh(f"python3 -c {shlex.quote(ask)} {PORT} {address} '{key}'").strip() == status
+    arguments = box.ssh(f"cat /proc/{box.pid('a', ENGINE)}/cmdline | tr '\\0' ' '")
+    assert "drill-key" not in arguments
+    assert "drill-key" not in box.ssh("journalctl -u kimi-drill-a; cat /var/log/kimi-rig/drill-a/*")
+    [remark] = [text for text in box.state("a")["remarks"] if "open without" in text]
+    box.told("API without key, with a wrong key, from 127.0.0.2", "active; 401 each time", remark, begun)
+
+
+NASTY = [
+    "two words",
+    '{"a": "it\'s", "b": [1, 2]}',
+    "100% $HOME ${HOME} $$",
+    "back\\slash\\n",
+    "größe 模型 🚀",
+    "",
+    ";",
+    "tab\there",
+    "new\nline",
+    "%i %%",
+    '"quoted"',
+    "trailing\\",
+    "a=b #c",
+    "{x,y}*?~",
+]
+
+
+def test_quoting_is_exact(box: DrillBox) -> None:
+    plan = box.install(
+        a={
+            "flags": {"nasty": NASTY, "json": {"deep": {"%n": "$x", "q": '"\\'}}},
+            "environment": {f"DRILL_{n}": text for n, text in enumerate(NASTY)},
+        }
+    )
+    assert box.ssh(f"systemd-analyze verify {UNITS}/kimi-drill-a.service 2>&1") == ""
+    box.start("a")
+    log = box.ssh("cat /var/log/kimi-rig/drill-a/*.log")
+    found = json.loads(re.search(r"^ARGV (.*)$", log, re.MULTILINE)[1])  # type: ignore[index]
+    entry = plan.serving["drill-a"]
+    release = plan.environments["stand-in"].release
+    expected = command_line(entry, release, plan.locations(entry), plan.data.supervision.drain_seconds)
+    assert found == expected[1:]
+    assert json.loads(re.search(r"^KIMI (.*)$", log, re.MULTILINE)[1]) == entry.environment  # type: ignore[index]
+
+
+def test_the_sandbox_holds_and_is_measured(box: DrillBox) -> None:
+    box.install(a={})
+    box.start("a")
+    text = box.ssh("systemd-analyze security kimi-drill-a kimi-fallback@drill-a --no-pager | grep -i overall")
+    exposure = [float(number) for number in re.findall(r"service: ([0-9.]+)", text)]
+    assert exposure and max(exposure[:1]) <= 1.5, text
+
+
+def test_nothing_is_left_behind_after_20_switches(box: DrillBox) -> None:
+    box.install(a={"plan": {"orphan": True}}, b={"plan": {"segment_mib": 1}})
+    box.start("a")
+
+    def traces() -> dict[str, int]:
+        script = (
+            "ps -u kimi -o pid= | wc -l; ls /dev/shm | wc -l; ss -ltnH 2>/dev/null | wc -l; "
+            "ls /proc/$(systemctl show -P MainPID kimi-drill-a)/fd | wc -l; "
+            f"du -sk {HOME} /run/kimi-rig /var/cache/kimi-rig /var/lib/kimi-rig | awk '{{s+=$1}} END {{print s}}'"
+        )
+        names = ("processes", "segments", "listening", "file descriptors", "KiB")
+        return dict(zip(names, map(int, box.ssh(script).split()), strict=True))
+
+    before = traces()
+    script = (
+        "for i in 1 2 3 4 5 6 7 8 9 10; do for n in b a; do t=$(date +%s.%N); systemctl start kimi-drill-$n || exit 1; "
+        "echo $t $(date +%s.%N) $(cat /run/kimi-rig/drill-$n/started.json); done; done"
+    )
+    gaps, noticed = [], []
+    begun = time.monotonic()
+    for line in box.ssh(script).splitlines():
+        start, end, text = line.split(" ", 2)
+        started = json.loads(text)
+        gaps.append(float(end) - float(start) - started["load_seconds"] - started["probe_seconds"])
+    for log in sorted(box.path("/var/log/kimi-rig/drill-a").glob("*.log"))[-1:]:
+        listening = float(re.search(r"LISTENING ([0-9.]+)", log.read_text())[1])  # type: ignore[index]
+        noticed.append(box.state("a")["started"]["noticed_at"] - listening)
+    time.sleep(1)
+    after = traces()
+    assert {k: v for k, v in after.items() if k != "KiB"} == {k: v for k, v in before.items() if k != "KiB"}
+    assert after["KiB"] - before["KiB"] < 64
+    assert max(noticed) < 0.5
+    assert statistics.median(gaps) <= 2, gaps
+    box.told(
+        "20 switches",
+        "active, nothing left behind",
+        f"gaps (with the engine's stop) {statistics.median(gaps):.2f} s in the median, {max(gaps):.2f} s at most; "
+        f"noticed after {max(noticed):.2f} s",
+        begun,
+    )
+
+
+HAND = f"python3 {HOME}/standin.py --port {PORT}"
+
+
+def test_orphans_of_a_start_by_hand(box: DrillBox) -> None:
+    box.install(a={})
+    box.ssh(f"systemd-run -q --unit drill-hand {HAND} --model sglang.launch_server; sleep 1")
+    begun = time.monotonic()
+    box.start("a", check=False)
+    row = box.until("a", state="failed")
+    named = box.ssh("rigctl free", check=False)
+    assert f"port {PORT}" in named and "root" in named and "sglang.launch_server" in named
+    assert box.ssh("systemctl is-active drill-hand").strip() == "active", "named, not ended"
+    box.ssh("rigctl free --yes")
+    box.start("a")
+    box.told("orphan of a start by hand", "failed until `rigctl free --yes`", row["status"], begun)
+
+
+def test_a_reboot_in_the_middle_of_a_load(box: DrillBox) -> None:
+    box.install(a={"plan": {"load": [["log", "Starting to load model"], ["sleep", 6]]}})
+    box.ssh("systemctl enable -q kimi-drill-a; systemctl start --no-block kimi-drill-a; sleep 2")
+    assert box.state("a")["state"] == "activating"
+    begun = time.monotonic()
+    for verb in ("stop", "up"):
+        done = subprocess.run([sys.executable, "-m", "rig.sandbox", verb], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    row = box.until("a", 60, state="active")
+    box.told("reboot in the middle of a load", "active after the boot", row["status"], begun)

@@ -1,0 +1,148 @@
+"""What the tests of the serving units share: a specification, a whole checkpoint, a supervisor with a stand-in."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rig.catalog import ROOT
+from rig.supervision import Supervision
+from rigctl.specification import Limits, Specification
+
+STANDIN = ROOT / "tests" / "standin.py"
+
+
+def limits(**more: Any) -> dict[str, Any]:
+    """The defaults of every threshold but those given."""
+    return {**Supervision().model_dump(exclude={"shared_memory"}), "minimum_disk_mib": 1, "minimum_shm_mib": 0, **more}
+
+
+def fields(**more: Any) -> dict[str, Any]:
+    """The content of a run specification."""
+    content: dict[str, Any] = {
+        "name": "drill",
+        "description": "",
+        "engine": "vllm",
+        "release": "stand-in",
+        "host": "127.0.0.1",
+        "port": free_port(),
+        "model": "stand-in",
+        "api_key": False,
+        "gpus": [],
+        "target_path": "/nonexistent",
+        "drafter_path": None,
+        "tool_call_parser": "kimi_k2",
+        "reasoning_parser": "kimi_k2",
+        "speculation": {"drafter": "d", "steps": 3, "draft_tokens": 4, "break_even_length": None},
+        "harmless_log": ["cannot import name 'SparseMatrix'"],
+        "drain": "flag",
+        "rate_counts_bonus": False,
+        "limits": limits(),
+        "unit_digest": "",
+        "digest": "d" * 64,
+    }
+    return {**content, **more}
+
+
+def specification(**more: Any) -> Specification:
+    content = fields(**more)
+    return Specification(**{**content, "limits": Limits(**content["limits"])})
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def checkpoint(directory: Path, **config: Any) -> Path:
+    """A directory that looks like a checkpoint: a config and one whole safetensors file."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"hidden_size": 8, "vocab_size": 16, **config}))
+    header = json.dumps({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0\0\0\0")
+    return directory
+
+
+class Run:
+    """A supervisor with a stand-in engine, and a socket in systemd's place."""
+
+    def __init__(self, directory: Path, plan: dict[str, Any] | None = None, *argv: str, **more: Any) -> None:
+        self.directory = directory
+        for name in ("run", "state", "logs"):
+            (directory / name).mkdir(exist_ok=True)
+        self.faults = directory / "faults.json"
+        if not (directory / "target").exists():
+            checkpoint(directory / "target")
+        content = fields(**{"target_path": str(directory / "target"), **more})
+        self.port = content["port"]
+        path = directory / "specification.json"
+        path.write_text(json.dumps(content))
+        self.channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        (directory / "notify").unlink(missing_ok=True)
+        self.channel.bind(str(directory / "notify"))
+        self.channel.settimeout(0.2)
+        self.said: list[str] = []
+        self.begun = time.monotonic()
+        command = [
+            sys.executable,
+            "-c",
+            "from rigctl.cli import main; import sys; sys.exit(main())",
+            "serve",
+            str(path),
+        ]
+        engine = [sys.executable, str(STANDIN), "--port", str(self.port), "--faults", str(self.faults)]
+        engine += ["--plan", json.dumps(plan or {}), "--shutdown-timeout", "5", *argv]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "files" / "hostkit"),
+            "NOTIFY_SOCKET": str(directory / "notify"),
+            "RUNTIME_DIRECTORY": str(directory / "run"),
+            "STATE_DIRECTORY": str(directory / "state"),
+            "LOGS_DIRECTORY": str(directory / "logs"),
+            "HOME": str(directory / "home"),
+        }
+        if (directory / "credentials").exists():
+            environment["CREDENTIALS_DIRECTORY"] = str(directory / "credentials")
+        with (directory / "journal").open("ab") as journal:
+            self.process = subprocess.Popen(
+                [*command, "--", *engine], env=environment, stdout=journal, stderr=journal, start_new_session=True
+            )
+
+    def until(self, text: str, seconds: float = 20) -> str:
+        """The first message to systemd with `text` in it."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                self.said.append(self.channel.recv(65536).decode())
+            except TimeoutError:
+                if self.process.poll() is not None:
+                    break
+                continue
+            if text in self.said[-1]:
+                return self.said[-1]
+        raise AssertionError(f"{text!r} was not said, but:\n" + "\n".join(self.said) + self.journal)
+
+    def end(self, seconds: float = 20) -> int:
+        """The supervisor's exit status once it has ended."""
+        return self.process.wait(seconds)
+
+    def stop(self) -> int:
+        """What systemd does on `systemctl stop`."""
+        self.process.terminate()
+        return self.end()
+
+    def json(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.directory / "run" / name).read_text())
+        return found
+
+    @property
+    def journal(self) -> str:
+        return (self.directory / "journal").read_text()

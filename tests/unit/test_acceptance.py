@@ -1,0 +1,155 @@
+"""What an engine must prove, and what must hold before it is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rigctl import prechecks
+from rigctl.acceptance import NotAccepted, accept
+from rigctl.cli import RigctlError
+from rigctl.client import Engine
+from tests.standin import Handler, State
+from tests.unit.serving import checkpoint, specification
+
+
+class Standin:
+    """A stand-in engine on a thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self.faults_file = directory / "faults.json"
+        self.state = State(argparse.Namespace(model="stand-in", faults=self.faults_file), None)
+        handler = type("OwnHandler", (Handler,), {"state": self.state})
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def faults(self, **what: Any) -> None:
+        self.faults_file.write_text(json.dumps(what))
+
+    def engine(self, key: str | None = None, **more: Any) -> Engine:
+        return Engine(specification(port=self.server.server_address[1], **more), key)
+
+
+@pytest.fixture
+def standin(tmp_path: Path) -> Iterator[Standin]:
+    found = Standin(tmp_path)
+    yield found
+    found.server.shutdown()
+    found.server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ("degenerate", "one character repeated"),
+        ("empty", "the answer is empty"),
+        ("bytes", "no UTF-8"),
+        ("think", "reasoning is not separated"),
+        ("no-call", "tool_call: no call came"),
+    ],
+)
+def test_bad_answers_are_refused(standin: Standin, answer: str, why: str) -> None:
+    standin.faults(answer=answer)
+    with pytest.raises(NotAccepted, match=why) as refused:
+        accept(standin.engine())
+    # A degenerate model drafts itself perfectly: both verdicts are shown.
+    assert "36/36 accepted)" in str(refused.value)
+
+
+def test_another_model_is_refused(standin: Standin) -> None:
+    with pytest.raises(NotAccepted, match="identity: serves stand-in, not kimi"):
+        accept(standin.engine(model="kimi"))
+
+
+def test_a_drafter_that_is_not_used_is_refused(standin: Standin) -> None:
+    with pytest.raises(NotAccepted, match="speculation"):
+        accept(standin.engine(engine="sglang"))
+
+
+def test_routes_without_the_key(standin: Standin) -> None:
+    with pytest.raises(NotAccepted, match="GET /v1/models answers 200 without the API key"):
+        accept(standin.engine("key", api_key=True))
+    standin.state.key = "key"
+    proved = accept(standin.engine("key", api_key=True))
+    assert proved["routes"]["open_without_key"] == [
+        "POST /invocations (generates)",
+        "GET /health (tells its state)",
+        "GET /metrics (tells its counters)",
+    ]
+    with pytest.raises(NotAccepted, match="identity: no answer: HTTP 401"):
+        accept(standin.engine("wrong key", speculation=None))
+
+
+SPOILS: dict[str, Callable[[Path], object]] = {
+    "the drafter is missing": shutil.rmtree,
+    "the drafter is damaged": lambda at: (at / "model.safetensors").write_bytes(b"\x08" + bytes(9)),
+    "shorter than its header": lambda at: (at / "model.safetensors").write_bytes(b"\xff" * 8 + bytes(9)),
+    "made for another model": lambda at: (at / "config.json").write_text('{"hidden_size": 9}'),
+    "half downloaded": lambda at: (at / "x.incomplete").touch(),
+    "is no JSON": lambda at: (at / "config.json").write_text("{"),
+    "no weights": lambda at: (at / "model.safetensors").unlink(),
+}
+
+
+@pytest.mark.parametrize("why", SPOILS)
+def test_a_bad_drafter_is_refused_before_the_start(tmp_path: Path, why: str) -> None:
+    target, drafter = checkpoint(tmp_path / "target"), checkpoint(tmp_path / "drafter")
+    spec = specification(target_path=str(target), drafter_path=str(drafter))
+    assert dict(prechecks.run_all(spec))["drafter"].endswith("hidden size 8")
+    SPOILS[why](drafter)
+    with pytest.raises(RigctlError, match=why):
+        dict(prechecks.run_all(spec))
+
+
+def test_the_size_of_a_nested_text_config_counts(tmp_path: Path) -> None:
+    target = checkpoint(tmp_path / "target", text_config={"hidden_size": 7168})
+    drafter = checkpoint(tmp_path / "drafter", hidden_size=2048)
+    with pytest.raises(RigctlError, match="hidden_size 2048, the model 7168"):
+        prechecks.drafter(specification(target_path=str(target), drafter_path=str(drafter)))
+
+
+def test_a_taken_port_and_missing_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger, pytest.raises(RigctlError, match="rigctl free"):
+        prechecks.port_free(specification(port=stranger.getsockname()[1]))
+    monkeypatch.setenv("CACHE_DIRECTORY", str(tmp_path))
+    full = specification()
+    object.__setattr__(full.limits, "minimum_disk_mib", 1 << 40)
+    with pytest.raises(RigctlError, match="make room"):
+        prechecks.disk(full)
+
+
+@pytest.mark.parametrize(
+    ("memory", "outcome"),
+    [([3, 5], "2 are free"), ([3, 90000], "GPU 1 90000 MiB, by 4711"), ([3], "GPU 1: nvidia-smi")],
+)
+def test_gpus_are_really_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: list[int], outcome: str) -> None:
+    rows = "".join(f"echo {index}, {used}; " for index, used in enumerate(memory))
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f'#!/bin/sh\ncase "$1" in --query-gpu*) {rows};; *) echo 4711;; esac\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    spec = specification(gpus=[0, 1])
+    object.__setattr__(spec.limits, "gpu_wait_seconds", 0)
+    try:
+        found = prechecks.gpus_free(spec)
+    except RigctlError as error:
+        found = str(error)
+    assert outcome in found
+
+
+def test_a_check_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prechecks, "REGISTERED", {"there": "rigctl.prechecks", "not there": "rigctl.nothing.precheck"})
+    monkeypatch.setattr(prechecks, "precheck", lambda _: "held", raising=False)
+    found = prechecks.checks()
+    assert found["not there"] is None
+    assert found["there"] is not None
+    assert found["there"](specification()) == "held"

@@ -1,0 +1,220 @@
+"""rigctl switch, fallback, free, doctor and status, with systemd and /proc replaced."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rigctl import doctor, leftovers, status, switching
+from rigctl import specification as specifications
+from rigctl.cli import main
+from rigctl.ended import failures, record
+from rigctl.specification import Specification, named
+from tests.unit.serving import fields
+
+
+class Host:
+    """Directories of a host, and systemctl's answers."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root = root
+        self.units: dict[str, dict[str, str]] = {}
+        self.started: list[tuple[str, ...]] = []
+        places = {name: root / name.lower() for name in ("DIRECTORY", "RUNTIME", "STATE", "LOGS")}
+        for name, path in places.items():
+            path.mkdir()
+            monkeypatch.setattr(specifications, name, path)
+        for module in (status, switching):
+            monkeypatch.setattr(module, "FALLBACK", places["STATE"] / "fallback.json")
+            monkeypatch.setattr(module, "properties", self.properties)
+        monkeypatch.setattr(switching, "systemctl", lambda *words: self.started.append(words))
+        monkeypatch.setattr(status, "UNITS", root)
+        monkeypatch.setattr(doctor, "DIRECTORY", places["DIRECTORY"])
+
+    def properties(self, unit: str, wanted: list[str]) -> dict[str, str]:
+        return {key: self.units.get(unit, {}).get(key, "") for key in wanted}
+
+    def add(self, name: str, **more: Any) -> Specification:
+        path = specifications.DIRECTORY / f"{name}.json"
+        path.write_text(json.dumps(fields(name=name, port=9, **more)))
+        for directory in (specifications.RUNTIME, specifications.STATE, specifications.LOGS):
+            (directory / name).mkdir(exist_ok=True)
+        self.units[f"kimi-{name}.service"] = {"ActiveState": "inactive"}
+        return named(name)
+
+    def write(self, name: str, file: str, **content: Any) -> None:
+        (specifications.STATE / name / file).write_text(json.dumps(content))
+
+    def runs(self, name: str, **more: Any) -> None:
+        content = {"digest": "d" * 64, "accepted_at": 1, "accepted_monotonic": time.monotonic(), "proved": {}, **more}
+        (specifications.RUNTIME / name / "started.json").write_text(json.dumps(content))
+        self.units[f"kimi-{name}.service"] = {"ActiveState": "active", "StatusText": "serving"}
+
+    def starts(self, name: str) -> None:
+        """It has just been started."""
+        self.units[f"kimi-{name}.service"]["InactiveExitTimestampMonotonic"] = str(int(time.monotonic() * 1e6))
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(tmp_path, monkeypatch)
+
+
+def fall_back(name: str) -> int:
+    return main(["fallback", name])
+
+
+def test_a_start_that_is_not_accepted_goes_back_to_what_it_displaced(host: Host) -> None:
+    for name, accepted, stopped in (("old", 100, 0.5), ("older", 90, 0.7), ("long-gone", 200, 60)):
+        host.add(name)
+        host.write(name, "accepted.json", at=accepted)
+        host.write(name, "ended.json", at=time.time() - stopped)
+    host.add("new")
+    host.starts("new")
+    host.write("new", "ended.json", at=time.time(), cause="not accepted: x", accepted=False)
+    assert fall_back("new") == 0
+    assert host.started == [("start", "--no-block", "kimi-old.service")]
+    shown = json.loads(switching.FALLBACK.read_text())
+    assert (shown["failed"], shown["to"], shown["cause"]) == ("new", "old", "not accepted: x")
+    # Once: when that one is not accepted either, nothing is started any more, and it is told.
+    host.starts("old")
+    host.write("old", "ended.json", at=time.time(), cause="not accepted: y", accepted=False)
+    host.write("new", "accepted.json", at=50)
+    assert fall_back("old") == 0
+    assert len(host.started) == 1
+    assert "nothing serves" in json.loads(switching.FALLBACK.read_text())["outcome"]
+
+
+def test_no_fallback_without_a_switch_or_after_a_crash_in_service(host: Host) -> None:
+    for name in ("a", "b"):
+        host.add(name)
+        host.write(name, "accepted.json", at=100)
+    host.write("a", "ended.json", at=time.time() - 3600)
+    host.starts("b")
+    host.write("b", "ended.json", at=time.time(), cause="x", accepted=False)
+    assert fall_back("b") == 0
+    host.write("a", "ended.json", at=time.time() - 1)
+    host.write("b", "ended.json", at=time.time(), cause="crash loop", accepted=True)
+    assert fall_back("b") == 0
+    assert host.started == []
+
+
+def test_the_end_of_a_run_is_written_down(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = host.add("a")
+    host.runs("a")
+    monkeypatch.setenv("SERVICE_RESULT", "signal")
+    monkeypatch.setenv("EXIT_CODE", "killed")
+    monkeypatch.setenv("EXIT_STATUS", "KILL")
+    assert record(spec) == 0
+    assert failures(spec) == ["the supervisor ended by itself (killed, KILL)"]
+    assert not (spec.runtime / "started.json").exists()
+    # A long healthy run forgets the crashes before it; a stop forgets all.
+    host.runs("a", accepted_monotonic=time.monotonic() - 3 * 3600)
+    monkeypatch.setenv("SERVICE_RESULT", "oom-kill")
+    record(spec)
+    assert failures(spec) == ["the kernel ended it for lack of memory"]
+    monkeypatch.setenv("SERVICE_RESULT", "success")
+    record(spec)
+    assert failures(spec) == []
+
+
+def test_status_tells_what_an_operator_must_know(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host.add("runs")
+    host.runs("runs", digest="other", proved={"routes": {"open_without_key": ["GET /metrics (tells its counters)"]}})
+    watch: dict[str, Any] = {"below_floor": True, "acceptance_length": 1.1, "acceptance_floor": 1.25, "own_rate": 0.25}
+    watch["own_rate_is"] = "with bonus"
+    (specifications.RUNTIME / "runs" / "watch.json").write_text(json.dumps(watch))
+    host.add("key")
+    host.units["kimi-key.service"] = {"ActiveState": "failed", "ExecMainStatus": "243"}
+    host.add("crashed")
+    host.units["kimi-crashed.service"] = {"ActiveState": "failed", "Result": "exit-code"}
+    host.write("crashed", "ended.json", at=1, cause="no progress", last_words=["CUDA error"], left=["GPU 3 holds"])
+    assert main(["status"]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "STALE",
+        "EDITED BY HAND",
+        "1.1 is below 1.25",
+        "own rate 0.25 is with bonus",
+        "open without the API key: GET /metrics",
+        "a credential is missing or unreadable",
+        "no progress",
+        "| CUDA error",
+        "GPU 3 holds",
+    ):
+        assert part in shown
+    assert main(["status", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["runs"]["stale"] and rows["crashed"]["last_end"]["cause"] == "no progress"
+
+
+@pytest.fixture
+def orphan() -> Any:
+    """A process named as SGLang names its workers."""
+    code = "import time; time.sleep(60)  # sglang::scheduler_TP0"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        yield process
+        process.kill()
+
+
+def test_free_names_orphans_and_ends_only_what_it_was_told_to(
+    orphan: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time.sleep(0.2)
+    monkeypatch.setattr(leftovers, "installed", lambda: [])
+    found = {holder.pid: holder for holder in leftovers.holders()}
+    assert found[orphan.pid].engine and "sglang::scheduler_TP0" in found[orphan.pid].command
+    assert found[orphan.pid].owner and orphan.poll() is None
+    monkeypatch.setattr(leftovers, "SEGMENTS", ("drill_*",))
+    (tmp_path / "drill_used").write_bytes(b"x")
+    (tmp_path / "drill_unused").write_bytes(b"x")
+    with (tmp_path / "drill_used").open("rb"):
+        assert leftovers.unused_segments(tmp_path) == [tmp_path / "drill_unused"]
+    leftovers.end([orphan.pid])
+    assert orphan.wait(1) == -15
+
+
+def test_free_needs_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert main(["free"]) == 1
+    assert "only root" in capsys.readouterr().err
+
+
+SECRETS = """
+Authorization: Bearer abcdefghij123
+{"api_key": "qwertz", "token": null}
+HF_TOKEN=hf_abcdefghijklmnopqrstuv
+proxy http://user:hunter2@proxy:3128
+--api-key hemlig
+the known one: s3cret-s3cret
+"""
+
+
+def test_doctor_masks_secrets_and_packs_logs(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    credentials = tmp_path / "credentials"
+    credentials.mkdir()
+    (credentials / "api-key").write_text("s3cret-s3cret\n")
+    monkeypatch.setattr(doctor, "CREDENTIAL", credentials / "api-key")
+    monkeypatch.setattr(doctor, "COMMANDS", {"missing.txt": ["no-such-program"]})
+    host.add("a")
+    (specifications.LOGS / "a" / "2026.log").write_text(SECRETS)
+    output = tmp_path / "bundle.tar.gz"
+    assert main(["doctor", "--output", str(output)]) == 0
+    assert output.stat().st_mode & 0o777 == 0o600
+    with tarfile.open(output) as archive:
+        texts = {m.name: (archive.extractfile(m) or pytest.fail()).read().decode() for m in archive.getmembers()}
+    log = texts["kimi-rig-doctor/a/2026.log"]
+    for secret in ("abcdefghij123", "qwertz", "hf_abc", "hunter2", "hemlig", "s3cret"):
+        assert secret not in log, secret
+    assert '"token": null' in log and "kimi-rig-doctor/missing.txt" in texts
+    assert main(["doctor", "--output", str(output)]) == 1, "an existing file is not overwritten"
+    assert "cannot be written" in capsys.readouterr().err
