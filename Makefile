@@ -7,7 +7,7 @@ export PYINFRA_PROGRESS ?= off
 override export CMD := $(value CMD)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy verify explain reboot check test lock format
+.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy verify explain reboot check test test-drill test-engines test-staging lock format
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,10 +53,19 @@ reboot: .venv/ready ## INVENTORY=...: deploy, and reboot where boot-time setting
 check: .venv/ready ## lint, types and unit tests; under a minute
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy --no-error-summary rig tasks files/hostkit/rigctl inventory config.py deploy.py tests
-	@$(BIN)/python -m pytest -q tests/unit
+	@$(BIN)/python -m pytest -q -n 2 tests/unit
 
 test: check ## everything CI runs: check, then the box from bare to a served answer
-	@$(BIN)/python -m pytest -q tests/sandbox
+	@$(BIN)/python -m pytest -q tests/staging tests/sandbox
+
+test-drill: .venv/ready ## faults of units, adoption and interrupted deploys, on a box (long)
+	@$(BIN)/python -m pytest -q tests/drill
+
+test-engines: .venv/ready ## the real CUDA wheels, patched and asked, without a GPU (50 GB, an hour)
+	@$(BIN)/python -m pytest -q tests/engines
+
+test-staging: .venv/ready ## staging of 64 shards, 4 GiB, with every fault (25 minutes)
+	@STAGING_SHARD_BYTES=67108864 $(BIN)/python -m pytest -q tests/staging
 
 format: .venv/ready ## format the code
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix .
@@ -66,3 +75,4 @@ LOCK := $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-ha
 lock: .venv/ready ## write the lock files anew from pyproject.toml and requirements.in
 	@$(LOCK) pyproject.toml --extra dev -o requirements/control.txt
 	@$(LOCK) files/hostkit/requirements.in -o files/hostkit/requirements.txt
+	@PATH="$(BIN):$$PATH" $(BIN)/python -m rig.locks
