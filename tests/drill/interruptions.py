@@ -36,18 +36,25 @@ def interrupt(box: DeployBox, point: Point) -> int:
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
+    try:
+        _until(process, point)
+        time.sleep(point.seconds)
+        HOW[point.how](box, process)
+        process.communicate(timeout=PATIENCE_SECONDS)
+        return process.returncode
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _until(process: subprocess.Popen[str], point: Point) -> None:
     assert process.stdout is not None
     seen: list[str] = []
     for line in process.stdout:
         seen.append(line)
         if point.at in line and ("Starting operation" in line or "Connect" in point.at):
-            time.sleep(point.seconds)
-            HOW[point.how](box, process)
-            break
-    else:
-        raise AssertionError(f"never came to {point}:\n{''.join(seen[-20:])}")
-    process.stdout.read()
-    return process.wait(PATIENCE_SECONDS)
+            return
+    raise AssertionError(f"never came to {point}:\n{''.join(seen[-20:])}")
 
 
 def _kill_deploy(_box: DeployBox, process: subprocess.Popen[str]) -> None:

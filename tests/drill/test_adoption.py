@@ -18,7 +18,9 @@ from rig import layout
 from rig.catalog import ROOT
 from rigctl.tiny_kimi.checkpoints import checkpoint_files
 from tests.drill.interruptions import Point, interrupt
-from tests.sandbox.conftest import DeployBox
+from tests.sandbox.conftest import DeployBox, bare_box
+
+__all__ = ["bare_box"]
 
 PORT = int(os.environ.get("KIMI_RIG_TEST_ENGINE_PORT", "18071"))
 TREES = "/root/ml-env /shared /data/eagle3"
@@ -52,8 +54,8 @@ http.server.ThreadingHTTPServer(("127.0.0.1", {PORT}), Handler).serve_forever()
 POINTS = [
     Point("deploy killed", "Connected"),
     Point("deploy killed", "Look for servers"),
-    Point("deploy killed", "Install packages", 1.0),
     Point("apt killed on the host", "Install packages"),
+    Point("deploy killed", "Install packages", 1.0),
     Point("connection killed", "Make directories", 0.2),
     Point("deploy killed", "Create user"),
     Point("job killed on the host", "Install rigctl"),
@@ -129,7 +131,7 @@ def adopting(bare_box: DeployBox, tmp_path: Path) -> Iterator[DeployBox]:
     handmade(bare_box)
     box = DeployBox(inventory=str(tmp_path / "adopt.py"))
     yield box
-    box.ssh(f"pkill -f ml-env/serve.py; rm -rf {TREES}; rmdir /data", check=False)
+    box.ssh(f"pkill -f '[m]l-env/serve.py'; rm -rf {TREES}; rmdir /data", check=False)
 
 
 def test_a_host_that_serves_is_left_as_it_is(adopting: DeployBox) -> None:

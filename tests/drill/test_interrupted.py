@@ -6,7 +6,9 @@ import pytest
 
 from rig import layout
 from tests.drill.interruptions import Point, interrupt
-from tests.sandbox.conftest import DeployBox
+from tests.sandbox.conftest import DeployBox, bare_box
+
+__all__ = ["bare_box"]
 
 # What each point undoes first, so that the interrupted deploy has that stage's work to do.
 LATE = f"rm -rf {layout.RECEIPT} {layout.UNITS}/kimi-*.service {layout.CONFIGURATIONS}/*"
