@@ -7,9 +7,12 @@ from pathlib import PurePosixPath
 
 from rig import layout
 from rig.facts.created import Created
+from rig.hostfiles import GRUB_DROP_IN, KERNEL_CMDLINE, MODPROBE, OUR_ARGUMENTS
+
+INITRAMFS = "if command -v update-initramfs >/dev/null; then update-initramfs -u -k all >/dev/null; fi"
 
 # Ours with all in them wherever a deploy has been; services and jobs make more there than a record can list.
-OURS_WHOLE = (layout.HOSTKIT, layout.CONFIGURATIONS, layout.CREDENTIALS, layout.LOCKS, layout.CACHE)
+OURS_WHOLE = (layout.HOSTKIT, layout.CONFIGURATIONS, layout.CREDENTIALS, layout.LOCKS, layout.PATCHES, layout.CACHE)
 UNIT_TYPES = (".service", ".socket", ".timer", ".path", ".target", ".mount", ".slice")
 
 
@@ -29,6 +32,30 @@ def units(created: Created) -> list[str]:
     """Names of systemd units among the files."""
     paths = map(PurePosixPath, created.names("file", "link"))
     return [path.name for path in paths if str(path.parent) == layout.UNITS and path.suffix in UNIT_TYPES]
+
+
+def boot_refreshes(removed: Iterable[str]) -> list[str]:
+    """Script lines that let boot loader and initial ram disk forget the files removed; run after the removal."""
+    paths = list(removed)
+    lines = []
+    if GRUB_DROP_IN in paths:
+        lines.append("if command -v update-grub >/dev/null; then update-grub >/dev/null 2>&1; fi")
+    if MODPROBE in paths:
+        lines.append(INITRAMFS)
+    return lines
+
+
+def kernel_command_line() -> list[str]:
+    """Script lines that take our arguments out of /etc/kernel/cmdline, which is the system's file (systemd-boot)."""
+    return [
+        f'set -f; ours=" $(cat {OUR_ARGUMENTS}) "; rest=',
+        f"for w in $(cat {KERNEL_CMDLINE} 2>/dev/null || true); do "
+        'case "$ours" in *" $w "*) ;; *) rest="$rest $w";; esac; done; set +f',
+        f'[ ! -e {KERNEL_CMDLINE} ] || {{ echo "${{rest# }}" > {KERNEL_CMDLINE}.kimi-rig; '
+        f"mv -fT {KERNEL_CMDLINE}.kimi-rig {KERNEL_CMDLINE}; }}",
+        'for k in /boot/vmlinuz-*; do [ ! -e "$k" ] || kernel-install add "${k#/boot/vmlinuz-}" "$k"; done',
+        f"rm -f {OUR_ARGUMENTS}",
+    ]
 
 
 def directories(created: Created) -> tuple[list[str], dict[str, list[str]]]:

@@ -121,13 +121,14 @@ def _append(entry: str) -> str:
     return f"grep -qxF {entry} {layout.CREATED} 2>/dev/null || echo {entry} >> {layout.CREATED}"
 
 
-def remember_packages(names: Sequence[str]) -> str:
+def remember_packages(names: Sequence[str], more: str = "") -> str:
     """A script line that lists what `apt-get install` of these brings anew: dependencies too, upgrades not.
 
-    A removed package whose configuration was still there is listed as package-keep-config.
+    A removed package whose configuration was still there is listed as package-keep-config. more: shell words of
+    further packages.
     """
     record = _append('"$k $n"')
-    simulate = f"apt-get -s install --no-install-recommends {' '.join(map(shlex.quote, names))}"
+    simulate = f"apt-get -s install --no-install-recommends {' '.join(map(shlex.quote, names))} {more}"
     return (
         f"mkdir -p {layout.STATE}; "
         f"for n in $({simulate} | sed -n '/^Inst [^ ]* \\[/d; s/^Inst \\([^ ]*\\).*/\\1/p'); do "

@@ -11,6 +11,7 @@ from pyinfra.api import operation
 from rig import layout, removal
 from rig.facts.created import CreatedThings, PackagesRemovedWith
 from rig.facts.state import Lines
+from rig.hostfiles import OUR_ARGUMENTS
 from rig.operations.common import Commands, note, notice, reached, script
 
 
@@ -18,7 +19,8 @@ from rig.operations.common import Commands, note, notice, reached, script
 def units_removed() -> Commands:
     """Our services, timers and jobs are stopped, disabled and gone."""
     units = removal.units(host.get_fact(CreatedThings))
-    active = host.get_fact(Lines, script=f"systemctl list-units --plain --no-legend 'kimi-job-*' {_words(units)}")
+    instances = [name.replace("@.", "@*.") for name in units]
+    active = host.get_fact(Lines, script=f"systemctl list-units --plain --no-legend 'kimi-job-*' {_words(instances)}")
     jobs = sorted(name for line in active if (name := line.split()[0]).startswith("kimi-job-"))
     if not units and not jobs:
         host.noop("no unit of ours is there")
@@ -26,7 +28,7 @@ def units_removed() -> Commands:
     serving = {line.split()[0] for line in active if line.split()[2] in ("active", "activating", "deactivating")}
     for name in [*units, *jobs]:
         note(f"{name}{' is stopped and' if name in serving else ' is'} removed")
-    lines = [f"systemctl stop {_words(units + jobs)} 2>/dev/null || true"]
+    lines = [f"systemctl stop {_words(instances + jobs)} 2>/dev/null || true"]
     if units:
         lines += [f"systemctl disable -q {_words(units)} 2>/dev/null || true"]
         lines += [f"rm -f {_words(f'{layout.UNITS}/{name}' for name in units)}"]
@@ -44,13 +46,16 @@ def paths_removed() -> Commands:
     directories, kept = removal.directories(created)
     for path, foreign in kept.items():
         notice(f"{path} stays: {', '.join(foreign[:3])}{' ...' if len(foreign) > 3 else ''} is not ours")
-    if not trees and not files and not directories:
+    arguments = bool(_existing([OUR_ARGUMENTS]))
+    if not trees and not files and not directories and not arguments:
         host.noop("nothing of ours is there")
         return
     for path in trees:
         note(f"{path} is removed with all in it")
     for path in [*files, *directories]:
         note(f"{path} is removed")
+    if arguments or removal.boot_refreshes(files):
+        notice("kernel arguments and module options of ours stay in force until the next boot")
     lines = [f"rm -rf --one-file-system -- {shlex.quote(path)}" for path in trees]
     for path in files:
         lines.append(
@@ -58,6 +63,7 @@ def paths_removed() -> Commands:
         )
     # Our state lies in none of them but is removed last, so that an interrupted uninstall can go on.
     lines += [f"rmdir -- {shlex.quote(path)}" for path in directories if path != layout.STATE]
+    lines += [*(removal.kernel_command_line() if arguments else []), *removal.boot_refreshes(files)]
     yield script(*lines)
 
 
