@@ -6,11 +6,13 @@ from tasks.checkpoints import checkpoints
 from tasks.engines import engines
 from tasks.host import host
 from tasks.hostkit import hostkit
+from tasks.neighbours import neighbours
 from tasks.receipt import receipt
 from tasks.units import units
 
 plan = current_plan()
 
+neighbours(plan=plan)  # told, never touched: servers on our ports and GPUs that are not ours
 base(plan=plan)  # deploy lock, packages, service user, directories, secrets
 host(plan=plan)  # preflight, driver, kernel arguments, module options, sysctls, each with its reason
 hostkit()  # rigctl, in an environment of its own

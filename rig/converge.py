@@ -25,12 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from rig.catalog import ROOT, check_all
+from rig.connect import talk_text
 from rig.operations.common import PLAN_LOG, REFUSED
 from rig.secrets import PROMPT, SecretError, ask, hand_on
 from rig.yaml_source import CatalogError
 
 SECRETS = {"api_key_file": "API key for the engines", "hub_token_file": "token for the model hub"}
 """Host data that may say "prompt", and what the operator is asked for."""
+
+DEPLOY_FILE = "deploy.py"
 
 CONVERGED, FAILED, WOULD_CHANGE, REBOOT_PENDING = 0, 1, 2, 3
 
@@ -50,11 +53,12 @@ class Change:
 
 @dataclass
 class Plan:
-    """What a dry run found. pending: host -> why a reboot is pending."""
+    """What a dry run found. pending: host -> why a reboot is pending. notices: host -> what it would disturb, keeps."""
 
     hosts: list[str]
     changes: list[Change]
     pending: dict[str, str] = field(default_factory=dict)
+    notices: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def refusals(self) -> list[str]:
@@ -80,6 +84,7 @@ class Plan:
             for change in mine:
                 lines.append(f"  {change.operation}")
                 lines += [f"    - {detail}" for detail in change.details]
+            lines += [f"  note: {text}" for text in self.notices.get(host, [])]
             if host in self.pending:
                 lines.append(f"  reboot pending: {self.pending[host]}")
         return "\n".join(lines)
@@ -144,16 +149,17 @@ def _prompted(inventory: str) -> tuple[str, ...]:
 
 
 def _run(inventory: str, arguments: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str]:
-    command = pyinfra(*_prompted(inventory), *arguments)
+    secrets = _prompted(inventory) if DEPLOY_FILE in arguments else ()
+    command = pyinfra(*secrets, *arguments)
     # Descriptors of handed-on secrets are the only inheritable ones.
     return subprocess.run(command, check=False, cwd=ROOT, close_fds=False, text=True, **more)
 
 
-def make_plan(inventory: str, limits: Sequence[str], extra: Sequence[str] = ()) -> Plan:
+def make_plan(inventory: str, limits: Sequence[str], extra: Sequence[str] = (), deploy_file: str = DEPLOY_FILE) -> Plan:
     """Find out what a deploy would do. Changes nothing. Raises RunFailed when a host was not looked at whole."""
     hosts = asked_hosts(inventory, limits)
     with tempfile.NamedTemporaryFile("r", prefix="kimi-rig-plan-") as log:
-        command = [*_limit_options(limits), *extra, inventory, "deploy.py", "--dry", "--json"]
+        command = [*_limit_options(limits), *extra, inventory, deploy_file, "--dry", "--json"]
         result = _run(inventory, command, stdout=subprocess.PIPE, env={**os.environ, PLAN_LOG: log.name})
         entries = [json.loads(line) for line in log]
     reached = {entry["host"] for entry in entries if entry.get("reached")}
@@ -167,17 +173,25 @@ def make_plan(inventory: str, limits: Sequence[str], extra: Sequence[str] = ()) 
 def _plan_of(hosts: list[str], operations: Iterable[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> Plan:
     details: dict[tuple[str, str], list[str]] = {}
     pending: dict[str, str] = {}
+    notices: dict[str, list[str]] = {}
     for entry in entries:
         if "detail" in entry:
             details.setdefault((entry["host"], entry["operation"]), []).append(entry["detail"])
         if "pending" in entry:
             pending[entry["host"]] = entry["pending"]
+        if "notice" in entry:
+            notices.setdefault(entry["host"], []).append(entry["notice"])
     changes = [
         Change(host, operation["name"], details.get((host, operation["name"]), []))
         for operation in operations
         for host in [*operation["hosts_with_change"], *operation["hosts_with_conditional_change"]]
     ]
-    return Plan(hosts, changes, pending)
+    return Plan(hosts, changes, pending, notices)
+
+
+def run_pyinfra(inventory: str, limits: Sequence[str], deploy_file: str, extra: Sequence[str] = ()) -> int:
+    """Run a deploy file on the hosts asked for; pyinfra's exit code, which is 0 for some failures too."""
+    return _run(inventory, [*_limit_options(limits), *extra, inventory, deploy_file, "-y"]).returncode
 
 
 def _limit_options(limits: Sequence[str]) -> list[str]:
@@ -195,8 +209,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
 def deploy_command(arguments: argparse.Namespace) -> int:
     """Deploy, then look again: only a plan with nothing left to do is success."""
     asked_hosts(arguments.inventory, arguments.limit)
-    options = [*_limit_options(arguments.limit), *arguments.pyinfra]
-    status = _run(arguments.inventory, [*options, arguments.inventory, "deploy.py", "-y"]).returncode
+    status = run_pyinfra(arguments.inventory, arguments.limit, DEPLOY_FILE, arguments.pyinfra)
     if status != 0:
         raise RunFailed(f"the deploy failed (pyinfra's exit code {status}); the next one goes on where it ended")
     plan = make_plan(arguments.inventory, arguments.limit, arguments.pyinfra)
@@ -204,6 +217,10 @@ def deploy_command(arguments: argparse.Namespace) -> int:
     code = plan.exit_code(FAILED)
     if code == FAILED:
         raise RunFailed(f"not converged, this is left to do:\n{plan.text()}")
+    for host in plan.hosts:
+        for text in plan.notices.get(host, []):
+            print(f"{host}: note: {text}")
+    print(talk_text(inventory_hosts(arguments.inventory), plan.hosts))
     print("converged: " + ", ".join(plan.hosts))
     for host, why in plan.pending.items():
         print(f"{host}: reboot pending: {why}")

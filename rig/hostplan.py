@@ -181,6 +181,13 @@ def _chosen(host: HostData, catalog: Catalog) -> dict[str, Configuration]:
     return {name: catalog.serving[name] for name in names}
 
 
+def chosen_serving(data: Mapping[str, Any]) -> tuple[HostData, dict[str, Configuration], Mapping[str, Checkpoint]]:
+    """The part of a plan that needs no host: its data, configurations and all checkpoints. Raises CatalogError."""
+    host = _host_data(data)
+    catalog = load_catalog(host.catalogue_overlay)
+    return host, _chosen(host, catalog), catalog.checkpoints
+
+
 def check_listening(host: HostData, serving: Mapping[str, Configuration]) -> None:
     """Raises CatalogError for a configuration that others can reach without an API key."""
     for name, configuration in serving.items():

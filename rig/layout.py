@@ -20,7 +20,10 @@ PROOFS = f"{STATE}/proofs"
 CREATED = f"{STATE}/created"
 """Append-only list of what we brought to the host; uninstall removes these and nothing else."""
 
-REBOOT_PENDING = "/run/kimi-rig/reboot-pending"
+RUNTIME = "/run/kimi-rig"
+REBOOT_PENDING = f"{RUNTIME}/reboot-pending"
+AT_WORK = f"{RUNTIME}/at-work.lock"
+"""Held, shared, by every command of a deploy that changes the host."""
 
 UNITS = "/etc/systemd/system"
 UNIT_MARK = "# Written by kimi-rig"

@@ -8,6 +8,7 @@ from typing import Any
 from pyinfra import host
 from pyinfra.api.exceptions import PyinfraError
 
+from rig.facts.privilege import Privilege
 from rig.facts.report import HostReport
 from rig.facts.state import HostBasics
 from rig.hostplan import HostData, HostPlan, data_paths, host_plan, model_folders, plan_from_facts
@@ -16,12 +17,30 @@ from rig.settings import settings_from_gpus
 from rig.yaml_source import CatalogError
 
 
+def check_privilege() -> None:
+    """Raises PyinfraError unless we are root on the host, by login or by a sudo that asks for nothing.
+
+    pyinfra itself asks for sudo's password at the terminal, again and again, or dies of the lack of one.
+    """
+    sudo = bool(host.data.get("_sudo"))
+    found = host.get_fact(Privilege, sudo=sudo, _sudo=False)
+    if found.root:
+        return
+    user = found.user or host.data.get("ssh_user") or "the login"
+    if sudo:
+        why = found.trouble or "sudo failed"
+        cure = f"give {user} NOPASSWD in /etc/sudoers.d, or log in as root by key"
+        raise PyinfraError(f"{host.name}: sudo refuses {user} without a password ({why}): {cure}")
+    raise PyinfraError(f'{host.name}: {user} is not root: set "_sudo": True in the host\'s data, or log in as root')
+
+
 def current_plan() -> HostPlan:
-    """Read the host, bare or not, and build its plan. One remote command.
+    """Read the host, bare or not, and build its plan. Two remote commands.
 
     A host without python3 is planned from the little that sh can read, and decided in full by the next deploy.
     Raises PyinfraError, naming the host, for wrong data or a host that is not supported.
     """
+    check_privilege()
     data = _data()
     try:
         facts = host.get_fact(

@@ -9,7 +9,7 @@ if [ ! -e "$environment/complete" ]; then
     echo "making rigctl's environment"
     rm -rf "$environment"
     python3 -m venv "$environment"
-    "$environment/bin/python" -m pip install --quiet --quiet --require-hashes --only-binary :all: -r requirements.txt
+    "$environment/bin/python" -m pip install --no-cache-dir --quiet --quiet --require-hashes --only-binary :all: -r requirements.txt
     touch "$environment/complete"
 fi
 ln -sfn "$environment" venv

@@ -14,7 +14,7 @@ from rig.catalog import Checkpoint, GeneratorSource, HubSource
 from rig.checkpoint_specs import adopted_as_it_is, revision, specification_path
 from rig.facts.state import Lines
 from rig.operations import jobs
-from rig.operations.common import Commands, note, refuse, remember, script
+from rig.operations.common import Commands, made, note, refuse, remember, script
 
 # 595 GB at 100 Mbit/s take 13 hours; a job that outlasts this has hung.
 LIMIT_SECONDS = 48 * 3600
@@ -39,8 +39,8 @@ def checkpoint(checkpoint_name: str, entry: Checkpoint, path: str, hub_token: bo
         return
     note(f"{path}: {_what_happens(entry, state, 'there' in found)}")
     # What staging brings is ours to take away; what is adopted is not.
-    brought = [] if "there" in found else [f"{there} || {{ {remember('directory', path)}; }}"]
-    yield script(*brought, f"mkdir -p {shlex.quote(path.rpartition('/')[0])}")
+    brought = f"[ -e {shlex.quote(path)} ] || {{ {remember('tree', path)}; }}"
+    yield script(brought, made(path.rpartition("/")[0]))
     token = [f"LoadCredential=hub-token:{layout.CREDENTIALS}/hub-token"] if hub_token else []
     yield from jobs.run(
         jobs.LongJob(

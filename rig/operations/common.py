@@ -6,7 +6,7 @@ import base64
 import json
 import os
 import shlex
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from pyinfra import host, logger
@@ -37,6 +37,13 @@ def reached() -> None:
 def pending(why: str) -> None:
     """Say in the plan that the host waits for a reboot."""
     _log(pending=why)
+
+
+def notice(text: str) -> None:
+    """Tell the operator something in plan and deploy that changes nothing."""
+    _log(notice=text)
+    if host.state.is_executing:
+        logger.warning(f"{host.print_prefix}{text}")
 
 
 def _log(**entry: Any) -> None:
@@ -80,15 +87,52 @@ class Input:
 
 
 def script(*lines: str, content: bytes | None = None) -> StringCommand:
-    """A remote sh script that stops at its first failing line; `content` arrives on its standard input in base64."""
-    text = "; ".join(["set -eu", *lines])
+    """A remote sh script that stops at its first failing line; `content` arrives on its standard input in base64.
+
+    It outlives a killed deploy, so it holds a shared lock for which the next deploy waits (rig/operations/lock.py).
+    """
+    # sudo keeps the umask of the login (sudoers(5), umask), which is 077 on many a rented host.
+    alone = [f"mkdir -p {layout.RUNTIME}", f"exec 8>>{layout.AT_WORK}", "flock -s 8"]
+    text = "; ".join(["set -eu", "umask 022", *alone, *lines])
     if content is None:
         return StringCommand(text)
     return StringCommand(text, _stdin=Input(content))
 
 
 def remember(kind: str, name: str) -> str:
-    """A script line that puts `kind name` on the host's list of what we created, once."""
-    entry = shlex.quote(f"{kind} {name}")
-    created = layout.CREATED
-    return f"mkdir -p {layout.STATE}; grep -qxF {entry} {created} 2>/dev/null || echo {entry} >> {created}"
+    """A script line that puts `kind name` on the host's list of what we created, once. Comes before the making.
+
+    kind: "file", "link", "directory" (removed when nothing foreign is in it), "tree" (a directory that is ours with all
+    in it), "package", "package-keep-config", "user", "group".
+    """
+    return f"mkdir -p {layout.STATE}; {_append(shlex.quote(f'{kind} {name}'))}"
+
+
+def made(path: str) -> str:
+    """A script line that makes a directory and the parents it lacks, and puts each of them on the list."""
+    quoted, record = shlex.quote(path), _append('"directory $p"')
+    return (
+        f"mkdir -p {layout.STATE}; p={quoted}; "
+        f'until [ -e "$p" ]; do {record}; p=$(dirname "$p"); done; mkdir -p {quoted}'
+    )
+
+
+def _append(entry: str) -> str:
+    return f"grep -qxF {entry} {layout.CREATED} 2>/dev/null || echo {entry} >> {layout.CREATED}"
+
+
+def remember_packages(names: Sequence[str], more: str = "") -> str:
+    """A script line that lists what `apt-get install` of these brings anew: dependencies too, upgrades not.
+
+    A removed package whose configuration was still there is listed as package-keep-config. more: shell words of
+    further packages.
+    """
+    record = _append('"$k $n"')
+    simulate = f"apt-get -s install --no-install-recommends {' '.join(map(shlex.quote, names))} {more}"
+    return (
+        f"mkdir -p {layout.STATE}; "
+        f"for n in $({simulate} | sed -n '/^Inst [^ ]* \\[/d; s/^Inst \\([^ ]*\\).*/\\1/p'); do "
+        "k=package; case $(dpkg-query -W -f '${db:Status-Status}' $n 2>/dev/null || true) in "
+        "config-files) k=package-keep-config;; esac; "
+        f"{record}; done"
+    )

@@ -42,7 +42,9 @@ def environment(env: Environment, cache: str) -> Commands:
             "cache": cache,
             "index": env.release.index.model_dump() if env.release.index else None,
         }
-        yield script(remember("directory", base))
+        # A directory that was there before us may hold more than ours.
+        whole = [f"[ -e {shlex.quote(path)} ] || {{ {remember('tree', path)}; }}" for path in (base, cache)]
+        yield script(*whole, remember("tree", env.path))
         yield from jobs.run(
             jobs.LongJob(
                 unit=f"kimi-job-env-{env.name}-{PurePosixPath(env.path).name}",

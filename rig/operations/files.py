@@ -13,7 +13,7 @@ from pyinfra.api import operation
 from pyinfra.api.command import StringCommand
 
 from rig.facts.state import MatchesInput, PathState, PathStates
-from rig.operations.common import Commands, Input, note, refuse, remember, script
+from rig.operations.common import Commands, Input, made, note, refuse, remember, script
 
 
 @dataclass(frozen=True)
@@ -122,17 +122,21 @@ def write(entry: Entry, *, existed: bool) -> StringCommand:
     path = shlex.quote(entry.path)
     kind = type(entry).__name__.lower()
     lines = [] if existed else [f"[ -e {path} ] || {{ {remember(kind, entry.path)}; }}"]
+    parent = str(PurePosixPath(entry.path).parent)
     match entry:
         case Directory():
-            return script(*lines, f"mkdir -p {path}", *_ownership(entry, path))
+            return script(made(entry.path), *_ownership(entry, path))
         case Link():
             temporary = shlex.quote(f"{entry.path}.kimi-rig")
-            return script(*lines, f"ln -sfn {shlex.quote(entry.target)} {temporary}", f"mv -fT {temporary} {path}")
+            return script(
+                *lines, made(parent), f"ln -sfn {shlex.quote(entry.target)} {temporary}", f"mv -fT {temporary} {path}"
+            )
         case File():
-            parent, name = shlex.quote(str(PurePosixPath(entry.path).parent)), PurePosixPath(entry.path).name
+            name, make_parent = PurePosixPath(entry.path).name, made(parent)
+            parent = shlex.quote(parent)
             return script(
                 *lines,
-                f"mkdir -p {parent}",
+                make_parent,
                 # A killed deploy may have left its temporary file.
                 f"rm -f {parent}/.{shlex.quote(name)}.kimi-rig.*",
                 f"t=$(mktemp {parent}/.{shlex.quote(name)}.kimi-rig.XXXXXX)",

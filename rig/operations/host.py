@@ -19,7 +19,7 @@ from rig.facts.report import HostReport
 from rig.facts.state import Lines, UnitProperties
 from rig.hostfiles import HostFile
 from rig.live import reboot_pending
-from rig.operations.common import Commands, note, refuse, remember, script
+from rig.operations.common import Commands, note, refuse, remember, remember_packages, script
 from rig.preflight import Finding, Severity
 from rig.settings import Setting
 
@@ -60,14 +60,16 @@ def driver(step: DriverStep, packages: Sequence[str], keyring: Sequence[str]) ->
     url, digest = keyring
     names = " ".join(packages)
     yield script(
-        *(remember("package", name) for name in packages),
         "dpkg --configure -a >/dev/null",
         't=$(mktemp); trap "rm -f $t" EXIT',
         f'curl -fsSL --retry 3 --max-time 300 -o "$t" {shlex.quote(url)}',
         f'echo {shlex.quote(digest)} "$t" | sha256sum -c --quiet',
-        f'dpkg -i "$t" >/dev/null; {remember("package", "cuda-keyring")}',
+        f"dpkg -s cuda-keyring >/dev/null 2>&1 || {{ {remember('package', 'cuda-keyring')}; }}",
+        'dpkg -i "$t" >/dev/null',
         f"{APT} update >/dev/null",
         f"apt-mark unhold {names} >/dev/null 2>&1 || true",
+        # Not those that the operator has: they are upgraded, and stay at an uninstall.
+        remember_packages(packages, '"linux-headers-$(uname -r)"'),
         f'{APT} install --no-install-recommends "linux-headers-$(uname -r)" {names} >/dev/null',
         f"apt-mark hold {names} >/dev/null",
         # A card that nouveau holds is given up at the next boot only.

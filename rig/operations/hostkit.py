@@ -62,7 +62,7 @@ def installed() -> Commands:
     if "complete" not in state:
         # A half-made one is made anew: `complete` is written last.
         yield script(
-            remember("directory", layout.HOSTKIT),
+            remember("tree", layout.HOSTKIT),
             f"rm -rf {path}",
             f"mkdir -p {path}",
             f"base64 -d | tar -xz --no-same-owner -C {path}",

@@ -22,9 +22,11 @@ from pyinfra.connectors.local import LocalConnector
 from pyinfra.connectors.ssh import SSHConnector
 from pyinfra.connectors.util import extract_control_arguments, make_unix_command_for_host
 
+from rig import layout
 from rig.operations.common import Commands, refuse
 
-LOCK = "/run/kimi-rig/deploy.lock"
+LOCK = f"{layout.RUNTIME}/deploy.lock"
+ORPHAN_SECONDS = 600
 _held: list[Any] = []
 
 
@@ -38,10 +40,15 @@ def deploy_lock() -> Commands:
 
 
 def lock_script(owner: str) -> str:
-    """Takes the lock, says "held" and keeps it until standard input ends; else says who has it and for how long."""
+    """Takes the lock, says "held" and keeps it until standard input ends; else says who has it and for how long.
+
+    A command of a killed deploy (apt-get) may still be at work on the host: waits for it first.
+    """
+    orphan = f"a command of a killed deploy still runs there ({ORPHAN_SECONDS} s waited)"
+    hold = f"echo {shlex.quote(owner)} > {LOCK}.owner; echo held; cat >/dev/null"
     return (
-        f"mkdir -p /run/kimi-rig; exec 9>>{LOCK}; "
-        f"if flock -n 9; then echo {shlex.quote(owner)} > {LOCK}.owner; echo held; cat >/dev/null; "
+        f"umask 022; mkdir -p {layout.RUNTIME}; exec 9>>{LOCK}; if flock -n 9; then "
+        f"if flock -w {ORPHAN_SECONDS} {layout.AT_WORK} true; then {hold}; else echo {shlex.quote(orphan)}; fi; "
         f'else echo "$(cat {LOCK}.owner), for $(( $(date +%s) - $(stat -c %Y {LOCK}.owner) )) s"; fi'
     )
 

@@ -10,7 +10,7 @@ from pyinfra.api import operation
 
 from rig import layout
 from rig.facts.state import InstalledPackages, Lines, UnitProperties
-from rig.operations.common import Commands, note, pending, refuse, remember, script
+from rig.operations.common import Commands, note, pending, refuse, remember, remember_packages, script
 
 
 @operation()
@@ -23,12 +23,12 @@ def packages(names: Sequence[str]) -> Commands:
         return
     note(f"packages to install: {', '.join(missing)}")
     quoted = " ".join(map(shlex.quote, missing))
-    apt = "DEBIAN_FRONTEND=noninteractive apt-get -qy -o DPkg::Lock::Timeout=300"
+    apt = "DEBIAN_FRONTEND=noninteractive apt-get -qy -o DPkg::Lock::Timeout=300 -o APT::Keep-Downloaded-Packages=false"
     yield script(
-        *(remember("package", name) for name in missing),
         # A dpkg that was killed half-way is finished first.
         "dpkg --configure -a >/dev/null",
         f"{apt} update >/dev/null",
+        remember_packages(missing),
         f"{apt} install --no-install-recommends {quoted} >/dev/null",
     )
 
@@ -40,7 +40,8 @@ def system_user(user: str, declaration: str) -> Commands:
         host.noop(f"user {user} exists")
         return
     note(f"user {user} is missing")
-    yield script(remember("user", user), f"systemd-sysusers {shlex.quote(declaration)}")
+    group = f"getent group {shlex.quote(user)} >/dev/null || {{ {remember('group', user)}; }}"
+    yield script(remember("user", user), group, f"systemd-sysusers {shlex.quote(declaration)}")
 
 
 @operation()

@@ -17,6 +17,7 @@ PACKAGES = (
     *("systemd", "systemd-sysv", "dbus", "openssh-server", "python3", "ca-certificates"),
     *("sudo", "iproute2", "procps"),
 )
+LOGIN_PACKAGES = ("zsh",)  # for a login other than root: its shell
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 LEAST_FREE = 8_000_000_000  # bytes: the root, an engine environment of about 3 GB beside its predecessor
 NETWORK_TROUBLE = re.compile(
@@ -84,10 +85,17 @@ def check_free(path: Path, least: int = LEAST_FREE) -> None:
         )
 
 
-def bootstrap_command(root: Path, machine: Machine, tool: Callable[[str], str | None] = find_tool) -> list[str]:
+def box_packages(login: str) -> tuple[str, ...]:
+    """Debian packages of a box whose login is `login`."""
+    return PACKAGES if login == "root" else PACKAGES + LOGIN_PACKAGES
+
+
+def bootstrap_command(
+    root: Path, machine: Machine, tool: Callable[[str], str | None] = find_tool, login: str = "root"
+) -> list[str]:
     """Argv that makes the root; the sources go to mmdebstrap's standard input."""
     mmdebstrap = tool("mmdebstrap")
-    include = f"--include={','.join(PACKAGES)}"
+    include = f"--include={','.join(box_packages(login))}"
     if mmdebstrap is None:
         # A mount namespace of its own: nothing stays mounted below the root when it is killed.
         return [
@@ -115,7 +123,7 @@ def build_root(box: Box, machine: Machine, state: State, lock: int) -> None:
     sources = "".join(f"{line}\n" for line in machine.apt_sources)
     with log.open("w") as output:
         done = subprocess.run(
-            bootstrap_command(box.root, machine),
+            bootstrap_command(box.root, machine, login=state.login),
             input=sources,
             stdout=output,
             stderr=output,
@@ -130,12 +138,17 @@ def build_root(box: Box, machine: Machine, state: State, lock: int) -> None:
     write_atomic(box.root / "etc/default/locale", "LANG=C.UTF-8\n")
     if state.login != "root":
         _add_user(box.root, state.login)
-    write_atomic(box.stamp, json.dumps({"release": RELEASE, "packages": PACKAGES}, indent=2) + "\n")
+    stamp = {"release": RELEASE, "packages": box_packages(state.login)}
+    write_atomic(box.stamp, json.dumps(stamp, indent=2) + "\n")
 
 
 def _add_user(root: Path, login: str) -> None:
-    """A user like a cloud image's: own group, no password, sudo without one."""
-    subprocess.run(["chroot", str(root), "useradd", "-m", "-s", "/bin/bash", login], check=True)
+    """A user like a rented host's: own group, no password, sudo without one, zsh, and files nobody else may read."""
+    subprocess.run(["chroot", str(root), "useradd", "-m", "-s", "/usr/bin/zsh", login], check=True)
+    home = root / "home" / login
+    write_atomic(home / ".zshenv", "umask 077\n")
+    owner = home.stat()
+    os.chown(home / ".zshenv", owner.st_uid, owner.st_gid)
     write_atomic(root / "etc/sudoers.d/90-kimi-rig", f"{login} ALL=(ALL) NOPASSWD:ALL\n", 0o440)
 
 

@@ -17,8 +17,9 @@ from rig.sandbox import Box
 class DeployBox:
     """A box and the commands that people use on it."""
 
-    def __init__(self) -> None:
-        self.box = Box()
+    def __init__(self, name: str = "sandbox", inventory: str = "inventory/sandbox.py") -> None:
+        self.box = Box(name)
+        self.inventory = inventory
 
     def ssh(self, command: str, *, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a command in the box."""
@@ -40,13 +41,13 @@ class DeployBox:
         )
 
     def deploy(self, *options: str) -> subprocess.CompletedProcess[str]:
-        return self.run("rig.converge", "deploy", "inventory/sandbox.py", *options)
+        return self.run("rig.converge", "deploy", self.inventory, *options)
 
     def plan(self, *options: str) -> subprocess.CompletedProcess[str]:
-        return self.run("rig.converge", "plan", "inventory/sandbox.py", *options)
+        return self.run("rig.converge", "plan", self.inventory, *options)
 
     def verify(self) -> subprocess.CompletedProcess[str]:
-        return self.run("pytest", "-q", "-p", "no:cacheprovider", "tests/host", "--inventory", "inventory/sandbox.py")
+        return self.run("pytest", "-q", "-p", "no:cacheprovider", "tests/host", "--inventory", self.inventory)
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +60,21 @@ def bare_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployBox]:
     up = deploy_box.run("rig.sandbox", "up")
     assert up.returncode == 0, up.stdout + up.stderr
     yield deploy_box
+    _remove(deploy_box)
+
+
+@pytest.fixture(scope="session")
+def bare_sudo_box(bare_box: DeployBox) -> Iterator[DeployBox]:
+    """A second box, on the next port, whose login is `ubuntu`: sudo without a password, zsh, umask 077."""
+    box = DeployBox("sandbox-sudo", "inventory/sandbox_sudo.py")
+    port = str(int(os.environ["KIMI_RIG_SANDBOX_PORT"]) + 1)
+    up = box.run("rig.sandbox", "--name", box.box.name, "up", "--user", "ubuntu", KIMI_RIG_SANDBOX_PORT=port)
+    assert up.returncode == 0, up.stdout + up.stderr
+    yield box
+    _remove(box)
+
+
+def _remove(box: DeployBox) -> None:
     if not os.environ.get("KIMI_RIG_KEEP_BOX"):
-        removed = deploy_box.run("rig.sandbox", "rm")
+        removed = box.run("rig.sandbox", "--name", box.box.name, "rm")
         assert removed.returncode == 0, removed.stderr

@@ -33,6 +33,8 @@ def state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     state = tmp_path / "state"
     monkeypatch.setattr(layout, "STATE", str(state))
     monkeypatch.setattr(layout, "CREATED", str(state / "created"))
+    monkeypatch.setattr(layout, "RUNTIME", str(tmp_path / "run"))
+    monkeypatch.setattr(layout, "AT_WORK", str(tmp_path / "run" / "at-work.lock"))
     return state
 
 
@@ -71,7 +73,9 @@ def test_present_converges(tmp_path: Path, state_directory: Path) -> None:
     assert (tmp_path / "link").readlink() == Path("/nowhere")
     assert not apply(files.present, entries=entries)
     remembered = (state_directory / "created").read_text().splitlines()
-    assert remembered == [f"{type(entry).__name__.lower()} {entry.path}" for entry in entries]
+    # Nothing that was there before, and every parent that was made on the way.
+    created = [f"{type(entry).__name__.lower()} {entry.path}" for entry in entries]
+    assert sorted(remembered) == sorted([*created, f"directory {tmp_path}/a/b c"])
 
 
 def test_present_repairs_content_and_mode_and_remembers_nothing_of_others(

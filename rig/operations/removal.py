@@ -1,0 +1,134 @@
+"""Uninstall: take away what the host's record says we brought, and nothing else. Each step can be repeated."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+
+from pyinfra import host
+from pyinfra.api import operation
+
+from rig import layout, removal
+from rig.facts.created import CreatedThings, PackagesRemovedWith
+from rig.facts.state import Lines
+from rig.hostfiles import OUR_ARGUMENTS
+from rig.operations.common import Commands, note, notice, reached, script
+
+
+@operation()
+def units_removed() -> Commands:
+    """Our services, timers and jobs are stopped, disabled and gone."""
+    units = removal.units(host.get_fact(CreatedThings))
+    instances = [name.replace("@.", "@*.") for name in units]
+    active = host.get_fact(Lines, script=f"systemctl list-units --plain --no-legend 'kimi-job-*' {_words(instances)}")
+    jobs = sorted(name for line in active if (name := line.split()[0]).startswith("kimi-job-"))
+    if not units and not jobs:
+        host.noop("no unit of ours is there")
+        return
+    serving = {line.split()[0] for line in active if line.split()[2] in ("active", "activating", "deactivating")}
+    for name in [*units, *jobs]:
+        note(f"{name}{' is stopped and' if name in serving else ' is'} removed")
+    lines = [f"systemctl stop {_words(instances + jobs)} 2>/dev/null || true"]
+    if units:
+        lines += [f"systemctl disable -q {_words(units)} 2>/dev/null || true"]
+        lines += [f"rm -f {_words(f'{layout.UNITS}/{name}' for name in units)}"]
+    lines += ["systemctl daemon-reload", f"systemctl reset-failed {_words(units + jobs)} 2>/dev/null || true"]
+    lines += [f"! systemctl is-active -q {shlex.quote(name)}" for name in units + jobs]
+    yield script(*lines)
+
+
+@operation()
+def paths_removed() -> Commands:
+    """Files, links and directories of ours are gone; a directory that holds something foreign stays."""
+    created = host.get_fact(CreatedThings)
+    trees = _existing(removal.trees(created))
+    files = removal.files(created)
+    directories, kept = removal.directories(created)
+    for path, foreign in kept.items():
+        notice(f"{path} stays: {', '.join(foreign[:3])}{' ...' if len(foreign) > 3 else ''} is not ours")
+    arguments = bool(_existing([OUR_ARGUMENTS]))
+    if not trees and not files and not directories and not arguments:
+        host.noop("nothing of ours is there")
+        return
+    for path in trees:
+        note(f"{path} is removed with all in it")
+    for path in [*files, *directories]:
+        note(f"{path} is removed")
+    if arguments or removal.boot_refreshes(files):
+        notice("kernel arguments and module options of ours stay in force until the next boot")
+    lines = [f"rm -rf --one-file-system -- {shlex.quote(path)}" for path in trees]
+    for path in files:
+        lines.append(
+            f"rm -f -- {shlex.quote(path)} {shlex.quote(f'{path}.kimi-rig')} {shlex.quote(removal.temporaries(path))}*"
+        )
+    # Our state lies in none of them but is removed last, so that an interrupted uninstall can go on.
+    lines += [f"rmdir -- {shlex.quote(path)}" for path in directories if path != layout.STATE]
+    lines += [*(removal.kernel_command_line() if arguments else []), *removal.boot_refreshes(files)]
+    yield script(*lines)
+
+
+@operation()
+def packages_removed() -> Commands:
+    """Packages that a deploy installed are gone, unless something else needs them by now."""
+    created = host.get_fact(CreatedThings)
+    ours = created.names("package", "package-keep-config")
+    removed_with = host.get_fact(PackagesRemovedWith, packages=ours) if ours else {}
+    gone, kept = removal.packages(ours, removed_with)
+    for name, by in kept.items():
+        notice(f"package {name} stays: {', '.join(by)} needs it")
+    if not gone:
+        host.noop("no package of ours is left that nothing else needs")
+        return
+    note(f"packages are removed: {', '.join(gone)}")
+    keep_config = [name for name in gone if name in created.names("package-keep-config")]
+    purge = [name for name in gone if name not in keep_config]
+    apt = (
+        "DEBIAN_FRONTEND=noninteractive apt-get -qy -o DPkg::Lock::Timeout=300 -o APT::Get::AutomaticRemove=false "
+        "--allow-change-held-packages"
+    )
+    yield script(
+        "dpkg --configure -a >/dev/null 2>&1 || true",
+        *(
+            f"{apt} {verb} {_words(names)} >/dev/null"
+            for verb, names in (("purge", purge), ("remove", keep_config))
+            if names
+        ),
+    )
+
+
+@operation()
+def users_removed() -> Commands:
+    """The service user is gone."""
+    created = host.get_fact(CreatedThings)
+    users, groups = created.names("user"), created.names("group")
+    if not users and not groups:
+        host.noop("no user of ours is there")
+        return
+    for name in users:
+        note(f"user {name} is removed")
+    yield script(
+        *(f"userdel {shlex.quote(name)}" for name in users),
+        *(f"! getent group {shlex.quote(name)} >/dev/null || groupdel {shlex.quote(name)}" for name in groups),
+    )
+
+
+@operation()
+def state_removed() -> Commands:
+    """The record, the receipt and what we keep in /run are gone: the last step."""
+    reached()
+    left = _existing([layout.STATE, layout.RUNTIME])
+    if not left:
+        host.noop("no state of ours is there")
+        return
+    for path in left:
+        note(f"{path} is removed with all in it")
+    yield script(f"rm -rf --one-file-system -- {_words(left)}")
+
+
+def _existing(paths: list[str]) -> list[str]:
+    tests = "; ".join(f"[ ! -e {shlex.quote(path)} ] || echo {shlex.quote(path)}" for path in paths)
+    return host.get_fact(Lines, script=tests) if paths else []
+
+
+def _words(names: Iterable[str]) -> str:
+    return " ".join(map(shlex.quote, names))

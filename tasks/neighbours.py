@@ -1,0 +1,16 @@
+"""Neighbours: what serves on this host already and is not ours. Told in plan and deploy, never touched."""
+
+from pyinfra.api import deploy
+
+from rig.hostplan import HostPlan
+from rig.operations.neighbours import neighbours_told
+from rig.target import current_plan
+
+
+@deploy("Neighbours")
+def neighbours(plan: HostPlan) -> None:
+    neighbours_told(name="Look for servers that are not ours", plan=plan)
+
+
+if __name__ == "builtins":
+    neighbours(plan=current_plan())

@@ -1,0 +1,54 @@
+"""Machines that cannot have the box are told why, before anything is installed and at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rig.catalog import ROOT
+from rig.machine_check import LEAST_DISK, LEAST_MEMORY, Computer, memory_bytes, reasons
+
+FIT = Computer("Linux", "x86_64", 0, int(LEAST_MEMORY), LEAST_DISK, has_apt=True, has_box=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"system": "Darwin", "machine": "arm64"}, "this is Darwin"),
+        ({"machine": "aarch64"}, "the processor is aarch64"),
+        ({"euid": 1000}, "run the same command with sudo"),
+        ({"memory": 2_000_000_000}, "2.0 GB of memory"),
+        ({"disk": 3_000_000_000}, "KIMI_RIG_SANDBOX_DIR"),
+        ({"has_apt": False}, "use Debian or Ubuntu"),
+    ],
+)
+def test_unfit(change: dict[str, Any], reason: str) -> None:
+    [found] = reasons(replace(FIT, **change))
+    assert reason in found
+
+
+def test_fit_and_all_reasons_at_once() -> None:
+    assert reasons(FIT) == []
+    assert len(reasons(replace(FIT, machine="arm64", euid=1, memory=0))) == 3
+
+
+def test_memory_is_read() -> None:
+    assert memory_bytes("MemTotal:        2048000 kB\nMemFree: 1 kB\n") == 2_097_152_000
+    assert memory_bytes("") == 0
+
+
+def test_it_answers_in_seconds_on_a_bare_interpreter() -> None:
+    """No package of ours or of others is needed: `-I -S` hides them all."""
+    begun = time.monotonic()
+    code = "import sys; sys.path.insert(0, '.'); from rig.machine_check import main; sys.exit(main())"
+    result = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode in (0, 1)
+    assert bool(result.stderr) == bool(result.returncode)
+    assert time.monotonic() - begun < 5
