@@ -253,7 +253,7 @@ def test_nothing_is_left_behind_after_20_switches(box: DrillBox) -> None:
 
     def traces() -> dict[str, int]:
         script = (
-            "ps -u kimi -o pid= | wc -l; ls /dev/shm | wc -l; "
+            "ps -u kimi -o args= | grep -c kimi-rig-dril[l]; ls /dev/shm | wc -l; "
             f"grep -c ':{PORT:04X} 00000000:0000 0A' /proc/net/tcp; "
             "ls /proc/$(systemctl show -P MainPID kimi-drill-a)/fd | wc -l; "
             f"du -sk {HOME} /run/kimi-rig /var/cache/kimi-rig /var/lib/kimi-rig | awk '{{s+=$1}} END {{print s}}'"
