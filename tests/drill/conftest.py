@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -149,30 +150,30 @@ class DrillBox:
         """What `systemctl start` of drill-<name> says."""
         return self.ssh(f"systemctl start kimi-drill-{name} 2>&1", check=check)
 
-    def state(self, name: str) -> dict[str, Any]:
+    def state(self, name: str, prefix: str = "drill-") -> dict[str, Any]:
         """drill-<name> as `rigctl status` shows it."""
         rows = json.loads(self.ssh("rigctl status --json"))
-        [row] = [row for row in rows if row["name"] == f"drill-{name}"]
+        [row] = [row for row in rows if row["name"] == f"{prefix}{name}"]
         found: dict[str, Any] = row
         return found
 
-    def until(self, name: str, seconds: float = 30, **wanted: Any) -> dict[str, Any]:
+    def until(self, name: str, seconds: float = 30, prefix: str = "drill-", **wanted: Any) -> dict[str, Any]:
         """The state once it has these values."""
         end = time.monotonic() + seconds
         while True:
-            row = self.state(name)
+            row = self.state(name, prefix)
             if all(row[key] == value for key, value in wanted.items()):
                 return row
             assert time.monotonic() < end, f"not {wanted}: {row}\n" + self.ssh(
-                f"journalctl --no-pager -n 40 -u kimi-drill-{name}"
+                f"journalctl --no-pager -n 40 -u kimi-{prefix}{name}"
             )
             time.sleep(0.2)
 
-    def pid(self, name: str, pattern: str) -> int:
+    def pid(self, name: str, pattern: str, prefix: str = "drill-") -> int:
         """The process of drill-<name> whose command line has `pattern`."""
-        group = f"/sys/fs/cgroup/systemd/system.slice/kimi-drill-{name}.service/cgroup.procs"
-        unified = f"/sys/fs/cgroup/unified/system.slice/kimi-drill-{name}.service/cgroup.procs"
-        plain = f"/sys/fs/cgroup/system.slice/kimi-drill-{name}.service/cgroup.procs"
+        group = f"/sys/fs/cgroup/systemd/system.slice/kimi-{prefix}{name}.service/cgroup.procs"
+        unified = f"/sys/fs/cgroup/unified/system.slice/kimi-{prefix}{name}.service/cgroup.procs"
+        plain = f"/sys/fs/cgroup/system.slice/kimi-{prefix}{name}.service/cgroup.procs"
         script = f"for p in $(cat {plain} {unified} {group} 2>/dev/null | sort -un); do "
         script += "echo $p $(tr '\\0' ' ' < /proc/$p/cmdline); done"
         lines = [line for line in self.ssh(script).splitlines() if re.match(rf"\d+ {pattern}", line)]
@@ -209,6 +210,31 @@ def session_box() -> Iterator[DrillBox]:
 @pytest.fixture
 def box(session_box: DrillBox) -> DrillBox:
     return session_box
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--real", action="store_true", help="drill the deployed engine as well")
+
+
+@contextmanager
+def memory_group(drill: DrillBox, pid: int, mebibytes: int) -> Iterator[None]:
+    """Put one process of the box into a memory cgroup of the computer: the box's own limits may not hold."""
+    parent = Path("/sys/fs/cgroup/memory")
+    if not (parent / "memory.limit_in_bytes").exists() or not os.access(parent, os.W_OK):
+        pytest.skip("this computer has no memory controller of cgroup v1 that we may use")
+    find = f"grep -l 'NSpid.*\\s{pid}$' /proc/[0-9]*/status"
+    candidates = subprocess.run(["sh", "-c", find], capture_output=True, text=True, check=False).stdout.split()
+    inside = [path.split("/")[2] for path in candidates]
+    [outside] = [found for found in inside if Path(f"/proc/{found}/root").samefile(drill.box.root)]
+    group = parent / f"kimi-rig-drill-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(mebibytes << 20))
+        (group / "cgroup.procs").write_text(outside)
+        yield
+    finally:
+        time.sleep(0.5)
+        group.rmdir()
 
 
 def slower(**more: Any) -> Supervision:

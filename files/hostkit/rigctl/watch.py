@@ -103,7 +103,7 @@ class Watch:
             return f"{len(self._errors)} times in a row it gave no good answer, the last: {self._errors[-1]}"
         silent = self._clock() - self._alive
         if silent > self._limits.frozen_minutes * 60:
-            return f"frozen: for {silent / 60:.0f} min no answer came and no counter moved"
+            return f"frozen: for {silent:.0f} s no answer came and no counter moved"
         return None
 
     def text(self) -> str:
