@@ -20,12 +20,17 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rig.catalog import ROOT, check_all
 from rig.operations.common import PLAN_LOG, REFUSED
+from rig.secrets import PROMPT, SecretError, ask, hand_on
 from rig.yaml_source import CatalogError
+
+SECRETS = {"api_key_file": "API key for the engines", "hub_token_file": "token for the model hub"}
+"""Host data that may say "prompt", and what the operator is asked for."""
 
 CONVERGED, FAILED, WOULD_CHANGE, REBOOT_PENDING = 0, 1, 2, 3
 
@@ -121,14 +126,28 @@ def asked_hosts(inventory: str, limits: Sequence[str]) -> list[str]:
     return chosen
 
 
+@cache
+def _prompted(inventory: str) -> tuple[str, ...]:
+    """pyinfra options that hand on what the operator types, asked once for all hosts and runs."""
+    options: list[str] = []
+    for key, what in SECRETS.items():
+        if any(host["data"].get(key) == PROMPT for host in inventory_hosts(inventory)):
+            options += ["--data", f"{key}={hand_on(ask(what))}"]
+    return tuple(options)
+
+
+def _run(inventory: str, arguments: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str]:
+    command = pyinfra(*_prompted(inventory), *arguments)
+    # Descriptors of handed-on secrets are the only inheritable ones.
+    return subprocess.run(command, check=False, cwd=ROOT, close_fds=False, text=True, **more)
+
+
 def make_plan(inventory: str, limits: Sequence[str], extra: Sequence[str] = ()) -> Plan:
     """Find out what a deploy would do. Changes nothing. Raises RunFailed when a host was not looked at whole."""
     hosts = asked_hosts(inventory, limits)
     with tempfile.NamedTemporaryFile("r", prefix="kimi-rig-plan-") as log:
-        command = pyinfra(*_limit_options(limits), *extra, inventory, "deploy.py", "--dry", "--json")
-        result = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT, env={**os.environ, PLAN_LOG: log.name}
-        )
+        command = [*_limit_options(limits), *extra, inventory, "deploy.py", "--dry", "--json"]
+        result = _run(inventory, command, stdout=subprocess.PIPE, env={**os.environ, PLAN_LOG: log.name})
         entries = [json.loads(line) for line in log]
     reached = {entry["host"] for entry in entries if entry.get("reached")}
     if missing := [host for host in hosts if host not in reached]:
@@ -170,7 +189,7 @@ def deploy_command(arguments: argparse.Namespace) -> int:
     """Deploy, then look again: only a plan with nothing left to do is success."""
     asked_hosts(arguments.inventory, arguments.limit)
     options = [*_limit_options(arguments.limit), *arguments.pyinfra]
-    status = subprocess.run(pyinfra(*options, arguments.inventory, "deploy.py", "-y"), check=False, cwd=ROOT).returncode
+    status = _run(arguments.inventory, [*options, arguments.inventory, "deploy.py", "-y"]).returncode
     if status != 0:
         raise RunFailed(f"the deploy failed (pyinfra's exit code {status}); the next one goes on where it ended")
     plan = make_plan(arguments.inventory, arguments.limit, arguments.pyinfra)
@@ -209,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_all()
         code: int = arguments.run(arguments)
         return code
-    except (CatalogError, RunFailed) as error:
+    except (CatalogError, RunFailed, SecretError) as error:
         print(f"failed: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         print("failed: interrupted; what was begun on the host is finished by the next deploy", file=sys.stderr)

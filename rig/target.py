@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from pyinfra import host
@@ -10,6 +9,7 @@ from pyinfra.api.exceptions import PyinfraError
 
 from rig.facts.state import HostBasics
 from rig.hostplan import HostData, HostPlan, host_plan
+from rig.secrets import SecretError, read_secret
 from rig.settings import settings_from_gpus
 from rig.yaml_source import CatalogError
 
@@ -32,16 +32,9 @@ def _data() -> dict[str, Any]:
     return {key: host.data.get(key) for key in HostData.model_fields if hasattr(host.data, key)}
 
 
-def operator_secret(file: str, what: str) -> bytes:
-    """Read a secret on the operator's machine. Raises PyinfraError when it is absent, empty or open to others."""
-    path = Path(file).expanduser()
+def operator_secret(source: str, what: str) -> bytes:
+    """A secret of the operator's (rig.secrets). Raises PyinfraError, naming the host."""
     try:
-        content = path.read_bytes().strip()
-        mode = path.stat().st_mode & 0o077
-    except OSError as error:
-        raise PyinfraError(f"{host.name}: {what}: {path} cannot be read: {error.strerror}") from None
-    if mode:
-        raise PyinfraError(f"{host.name}: {what}: {path} is readable by others; run `chmod 600 {path}`")
-    if not content or b"\n" in content:
-        raise PyinfraError(f"{host.name}: {what}: {path} must hold one line, the secret")
-    return content
+        return read_secret(source, what)
+    except SecretError as error:
+        raise PyinfraError(f"{host.name}: {error}") from None

@@ -1,10 +1,17 @@
 #!/bin/sh
-# Makes hostkit's own Python environment below the directory given, which already holds hostkit's files.
+# Completes a version of hostkit whose files lie in the directory given: its Python environment, shared by every version
+# with the same requirements, and bytecode. `complete` is written last.
 set -eu
 cd "$1"
-echo "making hostkit's environment"
-python3 -m venv venv
-venv/bin/python -m pip install --quiet --require-hashes --only-binary :all: -r requirements.txt
+digest=$(sha256sum requirements.txt | cut -c 1-12)
+environment="../venv-$digest"
+if [ ! -e "$environment/complete" ]; then
+    echo "making rigctl's environment"
+    rm -rf "$environment"
+    python3 -m venv "$environment"
+    "$environment/bin/python" -m pip install --quiet --quiet --require-hashes --only-binary :all: -r requirements.txt
+    touch "$environment/complete"
+fi
+ln -sfn "$environment" venv
 venv/bin/python -m compileall -q rigctl
-chmod 755 bin/rigctl
 touch complete

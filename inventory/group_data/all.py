@@ -28,7 +28,7 @@ enable_at_boot = None
 # shown as stale), "now" restarts it at once.
 restart = "never"
 
-# --- Secrets: files on the machine you deploy from, readable by you alone -------------------------------------------
+# --- Secrets: a file on the machine you deploy from, readable by you alone, or "prompt" ------------------------------
 
 # API key the engines demand; needed where a configuration listens beyond loopback.
 api_key_file = None

@@ -81,6 +81,8 @@ def installed() -> Commands:
     yield script(
         f"ln -sfn {shlex.quote(path)} {current}.new",
         f"mv -fT {current}.new {current}",
-        # The one before stays for services that still run from it; older ones go.
-        f"ls -1dt {layout.HOSTKIT}/*/ | grep -v -e /current/ -e {path} | tail -n +3 | xargs -r rm -rf",
+        f"cd {layout.HOSTKIT}",
+        # The two versions before stay for services that still run from them; environments that none needs go.
+        f"ls -1dt [0-9a-f]*/ | grep -v {path.rpartition('/')[2]} | tail -n +3 | xargs -r rm -rf",
+        "for e in venv-*; do readlink */venv | grep -q $e || rm -rf $e; done",
     )
