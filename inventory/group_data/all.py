@@ -34,3 +34,10 @@ restart = "never"
 api_key_file = None
 # Token for gated repositories of the model hub.
 hub_token_file = None
+
+# --- Benchmark (benchmark.py) ----------------------------------------------------------------------------------------
+
+# Sweep of inventory/benchmark.yaml.
+bench_sweep = "default"
+# Configurations to measure, names between spaces or a list; None is all of this host's.
+bench_configurations = None

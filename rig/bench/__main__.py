@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +16,38 @@ from rig.bench.fairness import is_noise
 from rig.bench.plots import PlottingMissing
 from rig.bench.views import diagnose_point
 from rig.catalog import ROOT
+from rig.converge import RunFailed, asked_hosts, pyinfra
 from rig.yaml_source import CatalogError
 
 FAILED = 1
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run benchmark.py over the inventory, then write the report. 1 when a cell failed or a host gave no result."""
+    before = {entry.id for entry in ledger.results(ledger.read(arguments.ledger))}
+    hosts = asked_hosts(arguments.inventory, arguments.limit)
+    data = {"bench_sweep": arguments.sweep, "bench_configurations": arguments.configs}
+    options = [word for key, value in data.items() if value for word in ("--data", f"{key}={value}")]
+    options += [word for limit in arguments.limit for word in ("--limit", limit)]
+    environment = {**os.environ, "KIMI_RIG_LEDGER": str(arguments.ledger.resolve())}
+    command = pyinfra(*options, arguments.inventory, "benchmark.py", "-y")
+    status = subprocess.run(command, check=False, cwd=ROOT, env=environment).returncode
+    entries = ledger.read(arguments.ledger)
+    new = [entry for entry in ledger.results(entries) if entry.id not in before]
+    for path in report.write(entries, arguments.out):
+        print(path)
+    return _judge(status, hosts, new)
+
+
+def _judge(status: int, hosts: Sequence[str], new: Sequence[ledger.Result]) -> int:
+    failed = [entry for entry in new if entry.status == "failed"]
+    for entry in failed:
+        print(f"failed: {entry.host}, {entry.id}: {entry.cause}", file=sys.stderr)
+    silent = [host for host in hosts if host not in {entry.host for entry in new}]
+    if silent:
+        print(f"failed: no result of {', '.join(silent)}; the next run goes on where it ended", file=sys.stderr)
+    print(f"{len(new) - len(failed)} cells measured, {len(failed)} failed")
+    return FAILED if status or failed or silent else 0
 
 
 def report_command(arguments: argparse.Namespace) -> int:
@@ -97,6 +128,13 @@ def parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--ledger", type=Path, default=ledger.DIRECTORY, help="default: ledger/")
     subparsers = made.add_subparsers(required=True, metavar="VERB")
+    running = subparsers.add_parser("run", parents=[common], help="measure configurations, then write the report")
+    running.add_argument("inventory", help="such as inventory/gpu.py")
+    running.add_argument("--configs", default="", help="names between spaces; default: all of the host")
+    running.add_argument("--sweep", default="", help="of inventory/benchmark.yaml; default: the host's")
+    running.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern")
+    running.add_argument("--out", type=Path, default=ROOT / ".bench", help="directory of the report, default .bench/")
+    running.set_defaults(run=run_command)
     reporting = subparsers.add_parser("report", parents=[common], help="write report.html and report.md")
     reporting.add_argument("--out", type=Path, default=ROOT / ".bench", help="directory, default .bench/")
     reporting.add_argument("--reference-only", action="store_true", help="the reported figures alone")
@@ -120,10 +158,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
         return code
-    except (ledger.LedgerError, PlottingMissing, CatalogError) as error:
+    except (ledger.LedgerError, PlottingMissing, CatalogError, RunFailed) as error:
         print(f"failed: {error}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("failed: interrupted", file=sys.stderr)
+        print("failed: interrupted; a sweep goes on on its host, the next run follows it", file=sys.stderr)
     return FAILED
 
 

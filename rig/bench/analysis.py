@@ -75,10 +75,18 @@ class Point:
 
     @cached_property
     def length(self) -> float | None:
-        """Acceptance length over all rounds that counted drafts."""
+        """Acceptance length over all rounds, from counters; else the mean of the engine's gauge (see gauged)."""
         counted = [measured.counters for measured in self.result.rounds if measured.counters.drafts]
         drafts = sum(counters.drafts or 0 for counters in counted)
-        return 1 + sum(counters.accepted or 0 for counters in counted) / drafts if drafts else None
+        if drafts:
+            return 1 + sum(counters.accepted or 0 for counters in counted) / drafts
+        gauges = [value for m in self.result.rounds if (value := m.observed.own_length_mean) is not None]
+        return sum(gauges) / len(gauges) if gauges else None
+
+    @property
+    def gauged(self) -> bool:
+        """True when the acceptance length comes from a gauge, because the release exports no counters."""
+        return self.length is not None and not any(measured.counters.drafts for measured in self.result.rounds)
 
     @cached_property
     def positions(self) -> list[float]:
@@ -91,9 +99,12 @@ class Point:
 
     @cached_property
     def rate(self) -> float | None:
-        """Accepted share of the drafted tokens, from counters."""
+        """Accepted share of the drafted tokens."""
         drafted = sum(measured.counters.drafted or 0 for measured in self.result.rounds)
-        return sum(measured.counters.accepted or 0 for measured in self.result.rounds) / drafted if drafted else None
+        if drafted:
+            return sum(measured.counters.accepted or 0 for measured in self.result.rounds) / drafted
+        drafter = self.result.configuration.drafter
+        return proper_rate(self.length, drafter.steps) if self.length is not None and drafter else None
 
     def middle(self, kind: str, quantile: str) -> float:
         """Median over the rounds of a latency quantile in milliseconds; kind: ttft, itl, e2e."""

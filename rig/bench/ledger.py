@@ -131,6 +131,8 @@ class Observed(Record):
     waiting_mean: float | None = None
     kv_use_max: float | None = None
     """Share of the KV cache, 0 to 1."""
+    own_length_mean: float | None = None
+    """SGLang's gauge of the acceptance length, where its release counts no verifications."""
     gpus: list[dict[str, float | str]] = []
     """One entry a GPU: name, power_w, clock_mhz, memory_mib (means), where there are GPUs."""
 

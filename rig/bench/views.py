@@ -204,12 +204,13 @@ def _acceptance(points: Sequence[Point]) -> Table | None:
 def _acceptance_row(point: Point) -> list[Cell]:
     result = point.result
     length, rate = point.length or 0.0, point.rate or 0.0
+    source = "rounds.observed.own_length_mean" if point.gauged else "rounds.counters"
     own = next((m.counters.own_rate for m in reversed(result.rounds) if m.counters.own_rate is not None), None)
     meaning = own_rate_definition(result.configuration.engine, result.configuration.version or "0")
     return [
         *_title(point),
-        Number(length, 2, result.id, "rounds.counters:length"),
-        (Number(100 * rate, 1, result.id, "rounds.counters:rate"), " %"),
+        (Number(length, 2, result.id, source + ":length"), " (gauge)" if point.gauged else ""),
+        (Number(100 * rate, 1, result.id, source + ":rate"), " %"),
         _positions(point),
         band(rate),
         f"{100 * own:.1f} % = {meaning.words}" if own is not None else None,

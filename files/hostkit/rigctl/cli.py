@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-MODULES: tuple[str, ...] = ("environment", "serve", "status", "tiny_kimi")
+MODULES: tuple[str, ...] = ("bench", "environment", "serve", "status", "tiny_kimi")
 
 
 class RigctlError(Exception):

@@ -97,6 +97,18 @@ class Engine:
                     counted[names[sample.name]] = counted.get(names[sample.name], 0) + int(sample.value)
         return Speculation(**counted) if len(counted) == len(names) > 0 else None
 
+    def completion(self, prompt: str, *, timeout: float = 300, **parameters: Any) -> dict[str, Any]:
+        """The whole answer to one user message, with its usage."""
+        body = {"model": self.specification.model, "messages": [{"role": "user", "content": prompt}], **parameters}
+        response = self._session.post(f"{self.specification.base_url}/v1/chat/completions", json=body, timeout=timeout)
+        response.raise_for_status()
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def metrics(self, timeout: float = 5) -> str:
+        """/metrics as it stands."""
+        return self._get("/metrics", timeout).text
+
     def _get(self, path: str, timeout: float) -> requests.Response:
         response = self._session.get(self.specification.base_url + path, timeout=timeout)
         response.raise_for_status()
