@@ -53,7 +53,7 @@ def test_environment_holds_what_its_lock_says(target: Target, environment: str) 
     env = target.plan.environments[environment]
     assert target.host.file(f"{env.path}/kimi-rig.json").exists, f"{env.path} is not complete"
     listing = "import importlib.metadata as m; [print(d.name, d.version) for d in m.distributions()]"
-    installed = dict(line.split() for line in run(target.host, f"{env.interpreter} -c '{listing}'").splitlines())
+    installed = dict(line.split() for line in run(target.host, f"{env.interpreter} -I -c '{listing}'").splitlines())
     found = {normal(name): version for name, version in installed.items()}
     locked = locked_versions((ROOT / env.lock).read_text())
     wrong = [

@@ -44,10 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         seconds, proved = _wait_accepted(engine, Engine(specification, key), started)
         _write_down(specification, proved, seconds)
-        speculation = (
-            f", {proved['speculation']['accepted']}/{proved['speculation']['drafted']} drafted tokens accepted"
-        )
-        line = f"accepted after {seconds:.1f} s{speculation if 'drafted' in proved.get('speculation', {}) else ''}"
+        line = f"accepted after {seconds:.1f} s{_speculated(proved)}"
         notify(f"READY=1\nSTATUS={line}")
         print(f"{specification.name}: {line}", flush=True)
         status = engine.wait()
@@ -124,6 +121,11 @@ def _write_down(specification: Specification, proved: dict[str, Any], seconds: f
     temporary = directory / "started.json.new"
     temporary.write_text(json.dumps(content) + "\n")
     temporary.rename(directory / "started.json")
+
+
+def _speculated(proved: dict[str, Any]) -> str:
+    found = proved.get("speculation", {})
+    return f", {found['accepted']}/{found['drafted']} drafted tokens accepted" if "drafted" in found else ""
 
 
 def _end(engine: subprocess.Popen[bytes]) -> None:
