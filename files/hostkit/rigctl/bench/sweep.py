@@ -38,6 +38,10 @@ class CellFailed(Exception):
     """A cell cannot be measured. Says why."""
 
 
+class NotAccepted(CellFailed):
+    """The configuration does not start: none of its cells can be measured. A start may take half an hour."""
+
+
 @dataclass
 class Progress:
     """What is done, and how long the rest will take by what the last ones took."""
@@ -94,28 +98,31 @@ def _put_back(units: list[str]) -> None:
 def _configuration(plan: Plan, specification: Specification, workloads: list[Workload], progress: Progress) -> None:
     progress.say(f"{specification.name}: starting")
     engine = Engine(specification, api_key())
-    begun = time.monotonic()
+    refused: NotAccepted | None = None
     order = 0
     try:
-        for number, workload in enumerate(workloads):
-            cell_begun = time.monotonic()
+        for workload in workloads:
+            begun = time.monotonic()
             try:
+                if refused is not None:
+                    raise refused
                 if _start(specification):
                     order = 0
-                if number == 0:
                     progress.start_seconds.append(time.monotonic() - begun)
-                    progress.starts_left -= 1
+                    begun = time.monotonic()
                 order += 1
                 with _round_directory(plan) as directory:
                     result = _cell(plan, engine, workload, directory, progress)
                 result["order"] = order
+                progress.cell_seconds.append(time.monotonic() - begun)
             except CellFailed as error:
+                refused = error if isinstance(error, NotAccepted) else refused
                 result = {"status": "failed", "cause": str(error), "rounds": []}
                 progress.say(f"{specification.name}, {workload.id}: FAILED: {error}")
             _store(plan, specification, workload, result)
             progress.left -= 1
-            progress.cell_seconds.append(time.monotonic() - cell_begun)
     finally:
+        progress.starts_left -= 1
         progress.say(f"{specification.name}: stopping")
         subprocess.run(["systemctl", "stop", specification.unit], check=False)
 
@@ -127,7 +134,7 @@ def _start(specification: Specification) -> bool:
     subprocess.run(["systemctl", "reset-failed", specification.unit], check=False, stderr=subprocess.DEVNULL)
     result = subprocess.run(["systemctl", "start", specification.unit], capture_output=True, text=True, check=False)
     if result.returncode != 0 or not _active(specification.unit):
-        raise CellFailed(f"it was not accepted: {_cause(specification)}")
+        raise NotAccepted(f"it was not accepted: {_cause(specification)}")
     return True
 
 
