@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 from rig.bench import ledger
 from rig.bench.sweeps import HostSweep, prompts_digest
 from rig.bench.variants import Derived
+from rig.catalog import Checkpoint
 from rig.hostplan import HostPlan
 
 
@@ -74,7 +76,7 @@ def served_as(derived: Derived, name: str, digest: str, facts: Mapping[str, Any]
             name=speculation.drafter,
             steps=speculation.steps,
             draft_tokens=speculation.draft_tokens if release.engine == "sglang" else None,
-            targets=list(entry.targets),
+            targets=trained_for(entry),
             layer_ids=ids,
         )
     layers = models.get(plan.checkpoint_paths[configuration.target], {}).get("layers")
@@ -88,3 +90,11 @@ def served_as(derived: Derived, name: str, digest: str, facts: Mapping[str, Any]
         context_length=configuration.context_length,
         details={"digest": digest, "target_layers": layers, "entry": configuration.model_dump(mode="json")},
     )
+
+
+def trained_for(drafter: Checkpoint) -> list[str]:
+    """The models a drafter was trained for. A repository that names Kimi-K2 without .5 is told by its name."""
+    source = drafter.source
+    if source.kind == "hub" and re.search(r"Kimi-K2(?![.]?5)", source.repository, re.IGNORECASE):
+        return ["kimi-k2"]
+    return list(drafter.targets)
