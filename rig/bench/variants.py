@@ -8,12 +8,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rig import layout
 from rig.bench.sweeps import Sweep
 from rig.catalog import Configuration
 from rig.hostplan import HostPlan
 from rig.yaml_source import CatalogError
 
 LAYER_SHIFT = "layer_shift"
+PROFILED = "profiled"
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,18 @@ def derive(plan: HostPlan, sweep: Sweep, configurations: Sequence[str]) -> Deriv
         raise CatalogError(
             f"this host has no configuration {', '.join(unknown) or '(none was named)'} (it has: {there})"
         )
-    if not sweep.variants:
+    variants: Mapping[str, Mapping[str, Any]] = sweep.variants or ({PROFILED: {}} if sweep.profile else {})
+    if not variants:
         return Derived(plan, list(configurations), [], [])
     serving, paths = dict(plan.serving), dict(plan.checkpoint_paths)
     checkpoints, drafters, made = dict(plan.checkpoints), [], []
     for base in configurations:
-        for variant, change in sweep.variants.items():
+        for variant, change in variants.items():
             name = f"{base}.{variant}"
             changed = {key: value for key, value in change.items() if key != LAYER_SHIFT}
             serving[name] = _changed(plan.serving[base], changed, name)
+            if sweep.profile:
+                serving[name] = _changed(serving[name], profiler(plan, base, name), name)
             if LAYER_SHIFT in change:
                 drafter = _shifted(plan, base, variant, int(change[LAYER_SHIFT]))
                 drafters.append(drafter)
@@ -67,6 +72,14 @@ def derive(plan: HostPlan, sweep: Sweep, configurations: Sequence[str]) -> Deriv
             made.append(name)
     derived = replace(plan, serving=serving, checkpoint_paths=paths, checkpoints=checkpoints)
     return Derived(derived, made, made, drafters)
+
+
+def profiler(plan: HostPlan, base: str, name: str) -> dict[str, Any]:
+    """What makes an engine write traces below its unit's cache directory when its profiler is started."""
+    directory = f"{layout.CACHE}/{name}/profile"
+    if plan.environments[plan.serving[base].release].release.engine == "sglang":
+        return {"environment": {"SGLANG_TORCH_PROFILER_DIR": directory}}
+    return {"flags": {"profiler-config": {"profiler": "torch", "torch_profiler_dir": directory}}}
 
 
 def _changed(configuration: Configuration, change: Mapping[str, Any], name: str) -> Configuration:

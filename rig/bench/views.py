@@ -121,7 +121,17 @@ def _concurrency(result: Result) -> Number:
 
 def _speed(points: Sequence[Point]) -> Table:
     head = ["configuration", "concurrent", "tok/s, all streams", "lowest to highest", "tok/s, one stream", "rounds"]
-    head += ["answers", "output tokens", "engine counted", "errors", "most running", "most waiting", "KV use", "GPU W"]
+    head += [
+        "answers",
+        "output tokens",
+        "engine counted",
+        "errors",
+        "most running",
+        "most waiting",
+        "KV use",
+        "GPU W",
+        "AllReduce %",
+    ]
     return Table(head, [_speed_row(point) for point in points], "Throughput; medians of the rounds")
 
 
@@ -132,6 +142,7 @@ def _speed_row(point: Point) -> list[Cell]:
     watts = [
         sum(float(gpu["power_w"]) for gpu in measured.observed.gpus) for measured in rounds if measured.observed.gpus
     ]
+    share = point.result.profile.get("all_reduce_share")
     low, high = (Number(value, 1, name, "rounds.output_tok_s:" + which) for value, which in _range(point))
     return [
         *_title(point),
@@ -146,7 +157,8 @@ def _speed_row(point: Point) -> list[Cell]:
         _most(point.result, "running_max"),
         _most(point.result, "waiting_max"),
         _most(point.result, "kv_use_max", 3),
-        Number(max(watts), 0, name, "") if watts else None,
+        Number(max(watts), 0, name, "rounds.observed.gpus:power_w") if watts else None,
+        Number(100 * share, 1, name, "profile.all_reduce_share") if share is not None else None,
     ]
 
 

@@ -11,6 +11,7 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from urllib.parse import urlsplit
@@ -28,31 +29,49 @@ def prompts(count: int, mark: str) -> list[str]:
     return [f"{mark} {number}. {QUESTIONS[number % len(QUESTIONS)]}" for number in range(count)]
 
 
-def by_vllm(python: str, url: str, model: str, tokenizer: str, workload: Workload, texts: Sequence[str]) -> float:
-    """Total output tok/s as `vllm bench serve` reports it."""
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        data = directory / "prompts.jsonl"
-        data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+@dataclass(frozen=True)
+class VllmBench:
+    """vLLM's own client. python: of an environment with vLLM."""
+
+    python: str
+    url: str
+    model: str
+    tokenizer: str
+
+    def measure(self, workload: Workload, texts: Sequence[str]) -> float:
+        """Total output tok/s as `vllm bench serve` reports it."""
         code = (
             "import argparse; from vllm.benchmarks.serve import add_cli_args, main; "
             "p = argparse.ArgumentParser(); add_cli_args(p); main(p.parse_args())"
         )
-        command = [python, "-c", code, "--backend", "openai-chat", "--endpoint", "/v1/chat/completions"]
-        command += ["--base-url", url, "--model", model, "--tokenizer", tokenizer, "--dataset-name", "custom"]
-        command += ["--dataset-path", str(data), "--custom-output-len", str(workload.output_tokens)]
-        command += ["--skip-chat-template", "--disable-shuffle", "--num-prompts", str(workload.requests)]
-        command += ["--max-concurrency", str(workload.concurrency), "--save-result"]
-        command += ["--extra-body", json.dumps({k: v for k, v in parameters(workload).items() if k != "max_tokens"})]
-        command += ["--result-dir", str(directory), "--result-filename", "result.json", "--disable-tqdm"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        try:
-            result = json.loads((directory / "result.json").read_text())
-        except OSError:
-            raise SystemExit(f"vllm bench serve failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}") from None
-    if result["completed"] != workload.requests:
-        raise SystemExit(f"vllm bench serve: {result['completed']} of {workload.requests} requests were answered")
-    return float(result["output_throughput"])
+        with tempfile.TemporaryDirectory() as directory:
+            data = Path(directory) / "prompts.jsonl"
+            data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+            command = [self.python, "-c", code, "--backend", "openai-chat", "--endpoint", "/v1/chat/completions"]
+            command += ["--base-url", self.url, "--model", self.model, "--tokenizer", self.tokenizer]
+            command += ["--dataset-name", "custom", "--dataset-path", str(data), "--skip-chat-template"]
+            command += ["--disable-shuffle", "--custom-output-len", str(workload.output_tokens)]
+            command += ["--num-prompts", str(workload.requests), "--max-concurrency", str(workload.concurrency)]
+            command += [
+                "--extra-body",
+                json.dumps({k: v for k, v in parameters(workload).items() if k != "max_tokens"}),
+            ]
+            command += [
+                "--save-result",
+                "--result-dir",
+                directory,
+                "--result-filename",
+                "result.json",
+                "--disable-tqdm",
+            ]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            try:
+                result = json.loads((Path(directory) / "result.json").read_text())
+            except OSError:
+                raise SystemExit(f"vllm bench failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}") from None
+        if result["completed"] != workload.requests:
+            raise SystemExit(f"vllm bench: {result['completed']} of {workload.requests} requests were answered")
+        return float(result["output_throughput"])
 
 
 def main() -> int:
@@ -67,6 +86,7 @@ def main() -> int:
     if port is None:
         parser.error("the URL needs a port")
     generator = Generator(arguments.aiperf, None, 600)
+    theirs_client = VllmBench(arguments.python, arguments.url, arguments.model, arguments.tokenizer)
     ratios = {}
     for name, concurrency in (("single stream", 1), ("peak", arguments.concurrency)):
         workload = Workload("w", "x", 0, concurrency, 8 * concurrency, arguments.tokens, False, 0.0, 1.0, 1)
@@ -77,14 +97,7 @@ def main() -> int:
                 measured = generator.measure(
                     workload, specification(port, arguments.model), texts, Path(directory) / "r"
                 )
-            other = by_vllm(
-                arguments.python,
-                arguments.url,
-                arguments.model,
-                arguments.tokenizer,
-                workload,
-                prompts(workload.requests, f"V{number}"),
-            )
+            other = theirs_client.measure(workload, prompts(workload.requests, f"V{number}"))
             if number:  # the first pair warms both up
                 ours.append(measured["output_tok_s"])
                 theirs.append(other)

@@ -66,8 +66,10 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = {1: [60.25, 61.5, 60.75], 8: [300.125, 305.5, 301.0], 64: [1500.5, 1490.25, 1495.75]}
     eagle = {1: [80.5, 120.25, 121.5, 122.75], 8: [410.5, 400.25, 405.0], 64: [900.5, 910.5, 905.25]}
     for concurrency, speeds in base.items():
-        observed = {"running_max": concurrency, "waiting_max": 0, "kv_use_max": 0.125}
-        ledger.append(made_result("vllm-base", concurrency, speeds, observed=observed), directory)
+        gpus = [{"name": str(n), "power_w": 400.5 + n, "clock_mhz": 2400.0, "memory_mib": 9e4} for n in range(8)]
+        observed = {"running_max": concurrency, "waiting_max": 0, "kv_use_max": 0.125, "gpus": gpus}
+        profile = {"all_reduce_share": 0.515, "kernel_seconds": 3.0}
+        ledger.append(made_result("vllm-base", concurrency, speeds, observed=observed, profile=profile), directory)
     for concurrency, speeds in eagle.items():
         ledger.append(made_result("vllm-eagle3-custom", concurrency, speeds, length=2.4), directory)
     failed = made_result("vllm-base", 128, [], status="failed", cause='the engine ended <exit code 1> & "died"')
@@ -116,8 +118,12 @@ def expected(found: dict[str, str], by_id: dict[str, dict[str, Any]]) -> float:
         speedup = medians[0] / medians[1]
         return float(speedup if match[1] == "speedup" else length(entry) / speedup)
     path, _, how = key.partition(":")
+    if path.startswith("profile."):
+        return float(100 * pick(entry, path))
     if not path.startswith("rounds."):
         return float(pick(entry, path))
+    if path == "rounds.observed.gpus":
+        return float(max(sum(gpu[how] for gpu in measured["observed"]["gpus"]) for measured in entry["rounds"]))
     if path == "rounds.counters":
         counted = [measured["counters"] for measured in entry["rounds"]]
         rate = 100 * sum(c["accepted"] for c in counted) / sum(c["drafted"] for c in counted)

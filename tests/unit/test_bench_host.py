@@ -14,6 +14,7 @@ from rigctl.bench import load, sweep
 from rigctl.bench.counters import Reading, Received, window
 from rigctl.bench.host import shifted_drafter
 from rigctl.bench.plan import Workload, read_plan
+from rigctl.bench.profile import ProfileFailed, shares
 from rigctl.bench.prompts import requests_of
 from rigctl.cli import RigctlError
 from rigctl.specification import Specification
@@ -284,3 +285,16 @@ def test_shifted_drafter_is_links_and_a_config(tmp_path: Path) -> None:
     assert json.loads((drafter / "config.json").read_text()) == {"hidden_size": 8}
     with pytest.raises(RigctlError, match="layer ids are"):
         shifted_drafter(drafter, made, target, 4)
+
+
+def test_share_of_all_reduce_over_all_ranks() -> None:
+    def kernel(name: str, microseconds: float) -> dict[str, Any]:
+        return {"cat": "kernel", "name": name, "dur": microseconds}
+
+    ranks = [
+        [kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", 500), kernel("marlin_moe", 500)],
+        [kernel("void vllm::cross_device_reduce_1stage<x>", 520), kernel("ncclDevKernel_AllGather_RING", 480)],
+    ]
+    assert shares(ranks) == {"all_reduce_share": 0.51, "kernel_seconds": 0.002}
+    with pytest.raises(ProfileFailed, match="no GPU kernels"):
+        shares([[]])

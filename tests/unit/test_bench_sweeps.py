@@ -109,6 +109,14 @@ def test_layer_shift_serves_a_drafter_of_its_own(plan: HostPlan) -> None:
         derive(plan, find_sweep("layer-ids"), ["vllm-base"])
 
 
+def test_profiled_configuration_writes_below_its_cache(plan: HostPlan) -> None:
+    derived = derive(plan, find_sweep("profile"), ["vllm-base", "sglang-base"])
+    vllm = unit_file(derived.plan, "vllm-base.profiled")
+    assert '\\"torch_profiler_dir\\": \\"/var/cache/kimi-rig/vllm-base.profiled/profile\\"' in vllm
+    sglang = unit_file(derived.plan, "sglang-base.profiled")
+    assert "SGLANG_TORCH_PROFILER_DIR=/var/cache/kimi-rig/sglang-base.profiled/profile" in sglang
+
+
 def test_wrong_variant_is_refused(plan: HostPlan) -> None:
     with pytest.raises(CatalogError, match="max_running_requests"):
         derive(plan, small(variants={"none": {"max_running_requests": 0}}), ["vllm-base"])

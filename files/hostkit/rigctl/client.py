@@ -105,6 +105,10 @@ class Engine:
         answer: dict[str, Any] = response.json()
         return answer
 
+    def post(self, path: str, timeout: float) -> None:
+        """POST without a body, such as start_profile."""
+        self._session.post(f"{self.specification.base_url}/{path}", timeout=timeout).raise_for_status()
+
     def metrics(self, timeout: float = 5) -> str:
         """/metrics as it stands."""
         return self._get("/metrics", timeout).text

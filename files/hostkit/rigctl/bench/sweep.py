@@ -21,7 +21,7 @@ from typing import Any
 
 import requests
 
-from rigctl.bench import counters, load
+from rigctl.bench import counters, load, profile
 from rigctl.bench.plan import Plan, Workload, read_plan
 from rigctl.bench.prompts import WORDS, requests_of
 from rigctl.cli import RigctlError
@@ -194,6 +194,7 @@ def _cell(plan: Plan, engine: Engine, workload: Workload, directory: Path, progr
             progress.say(f"{name}: round {number} of {plan.settings.rounds}")
             prompts = requests_of(workload, texts, f"round {number}", ratio)
             rounds.append(_round(plan, engine, workload, prompts, directory))
+        profiled = _profiled(plan, engine, workload, ratio, progress) if plan.settings.profile else {}
     except (requests.RequestException, load.LoadFailed, TimeoutError) as error:
         raise CellFailed(_explained(specification, invocation, error)) from None
     if _property(specification.unit, "InvocationID") != invocation or not _active(specification.unit):
@@ -204,6 +205,7 @@ def _cell(plan: Plan, engine: Engine, workload: Workload, directory: Path, progr
         "warmup_rounds": warmup_rounds,
         "warmup_stable": stable,
         "rounds": rounds,
+        "profile": profiled,
     }
 
 
@@ -240,6 +242,20 @@ def _warm_up(plan: Plan, engine: Engine, workload: Workload, ratio: float) -> tu
         if len(speeds) >= max(2, settings.warmup_least) and _same(speeds[-2], speeds[-1], settings.tolerance):
             return len(speeds), True
     return len(speeds), False if len(speeds) > 1 else None
+
+
+def _profiled(plan: Plan, engine: Engine, workload: Workload, ratio: float, progress: Progress) -> dict[str, float]:
+    """AllReduce's share while the workload runs once more; empty, and told, where it cannot be had."""
+    name = engine.specification.name
+    texts = plan.prompts.get(workload.prompts, [])
+    prompts = list(requests_of(workload, texts, "profile", ratio, count=workload.concurrency))
+    try:
+        profile.start(engine)
+        load.warm(engine.specification, api_key(), workload, prompts, plan.settings.request_seconds)
+        return profile.stop(engine, profile.trace_directory(name))
+    except profile.ProfileFailed as error:
+        progress.say(f"{name}, {workload.id}: not profiled: {error}")
+        return {}
 
 
 def _same(one: float, other: float, tolerance: float) -> bool:
