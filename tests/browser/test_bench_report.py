@@ -102,9 +102,27 @@ REDUCE: dict[str, Callable[[list[float]], float]] = {
 }
 
 
-def length(entry: dict[str, Any]) -> float:
-    counted = [measured["counters"] for measured in entry["rounds"]]
-    return float(1 + sum(c["accepted"] for c in counted) / sum(c["drafts"] for c in counted))
+def of_counters(rounds: list[dict[str, Any]], how: str) -> float:
+    counted = [measured["counters"] for measured in rounds]
+    over = {"length": "drafts", "rate": "drafted"}[how]
+    share = sum(c["accepted"] for c in counted) / sum(c[over] for c in counted)
+    return float(1 + share if how == "length" else 100 * share)
+
+
+def of_position(rounds: list[dict[str, Any]], how: str) -> float:
+    counted = [measured["counters"] for measured in rounds]
+    return float(100 * sum(c["accepted_at"][int(how)] for c in counted) / sum(c["drafts"] for c in counted))
+
+
+def of_gpus(rounds: list[dict[str, Any]], how: str) -> float:
+    return float(max(sum(gpu[how] for gpu in measured["observed"]["gpus"]) for measured in rounds))
+
+
+SPECIAL = {
+    "rounds.counters": of_counters,
+    "rounds.counters.accepted_at": of_position,
+    "rounds.observed.gpus": of_gpus,
+}
 
 
 def expected(found: dict[str, str], by_id: dict[str, dict[str, Any]]) -> float:
@@ -116,21 +134,14 @@ def expected(found: dict[str, str], by_id: dict[str, dict[str, Any]]) -> float:
             for one in (entry, by_id[match[2]])
         ]
         speedup = medians[0] / medians[1]
-        return float(speedup if match[1] == "speedup" else length(entry) / speedup)
+        return float(speedup if match[1] == "speedup" else of_counters(entry["rounds"], "length") / speedup)
     path, _, how = key.partition(":")
     if path.startswith("profile."):
         return float(100 * pick(entry, path))
     if not path.startswith("rounds."):
         return float(pick(entry, path))
-    if path == "rounds.observed.gpus":
-        return float(max(sum(gpu[how] for gpu in measured["observed"]["gpus"]) for measured in entry["rounds"]))
-    if path == "rounds.counters":
-        counted = [measured["counters"] for measured in entry["rounds"]]
-        rate = 100 * sum(c["accepted"] for c in counted) / sum(c["drafted"] for c in counted)
-        return float({"length": length(entry), "rate": rate}[how])
-    if path == "rounds.counters.accepted_at":
-        counted = [measured["counters"] for measured in entry["rounds"]]
-        return float(100 * sum(c["accepted_at"][int(how)] for c in counted) / sum(c["drafts"] for c in counted))
+    if path in SPECIAL:
+        return float(SPECIAL[path](entry["rounds"], how))
     speed = path in ("rounds.output_tok_s", "rounds.stream_tok_s")
     rounds = warm(entry["rounds"]) if speed else entry["rounds"]
     return float(REDUCE[how]([pick(measured, path.removeprefix("rounds.")) for measured in rounds]))
