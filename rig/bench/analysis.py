@@ -307,10 +307,10 @@ def crossing(study: Study, scene: Scene, name: str) -> float | None:
 
 def _span(group: Sequence[Choice], *, first: bool, last: bool, single: bool) -> str:
     low, high = group[0].concurrency, group[-1].concurrency
+    if single and low != high:
+        return f"At every measured load ({low} to {high} concurrent requests)"
     if single:
-        return (
-            f"At every measured load ({low} to {high} concurrent requests)" if low != high else f"At {low} concurrent"
-        )
+        return f"At {low} concurrent request{'s' if low > 1 else ''}, the only load measured for more than one"
     if first:
         return f"Up to {high} concurrent request{'s' if high > 1 else ''}"
     if last:

@@ -177,12 +177,3 @@ def test_fits_a_phone(page: Path, tmp_path: Path) -> None:
     title = re.search(r"<title>(\d+) (\d+)</title>", chromium(probe, "--dump-dom", "--window-size=500,900").stdout)
     assert title
     assert int(title[1]) <= int(title[2])
-
-
-def test_markdown_says_the_same(entries: Path) -> None:
-    text = report.markdown(ledger.read(entries))
-    assert "| vllm-eagle3-custom | 1 | 121.5 | 120.2 to 122.8 |" in text
-    assert "Up to 8 concurrent requests: vllm-eagle3-custom." in text
-    assert "compares limits, not drafters: at most 48 requests ran" in text
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert all(line.endswith("|") for line in rows)
