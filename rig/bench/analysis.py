@@ -245,12 +245,18 @@ class Drafted:
 def base_of(study: Study, result: Result) -> str | None:
     """The configuration without a drafter that a speculative one is held against: same engine, release and target."""
     mine = result.configuration
-    for other in study.results:
-        theirs = other.configuration
-        same = (theirs.engine, theirs.version, theirs.target) == (mine.engine, mine.version, mine.target)
-        if theirs.drafter is None and same:
-            return theirs.name
-    return None
+    same = [
+        other.configuration
+        for other in study.results
+        if other.configuration.drafter is None
+        and (other.configuration.engine, other.configuration.version) == (mine.engine, mine.version)
+        and other.configuration.target == mine.target
+    ]
+    # Of several the one with the same limits: a sweep over limits measures more than one.
+    same.sort(
+        key=lambda c: (c.effective_limit != mine.effective_limit, c.context_length != mine.context_length, c.name)
+    )
+    return same[0].name if same else None
 
 
 def drafted(study: Study, scene: Scene, name: str) -> list[Drafted]:

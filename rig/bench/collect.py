@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from rig.bench import ledger
 from rig.bench.sweeps import HostSweep, prompts_digest
 from rig.bench.variants import Derived
-from rig.catalog import Checkpoint
+from rig.catalog import Checkpoint, Configuration
 from rig.hostplan import HostPlan
 
 
@@ -68,7 +68,7 @@ def served_as(derived: Derived, name: str, digest: str, facts: Mapping[str, Any]
     release = plan.environments[configuration.release].release
     models = facts.get("models", {})
     speculation = configuration.speculation
-    drafter = None
+    drafter = _by_flags(configuration)
     if speculation is not None:
         entry = plan.checkpoints[speculation.drafter]
         ids = models.get(plan.checkpoint_paths[speculation.drafter], {}).get("layer_ids")
@@ -90,6 +90,19 @@ def served_as(derived: Derived, name: str, digest: str, facts: Mapping[str, Any]
         context_length=configuration.context_length,
         details={"digest": digest, "target_layers": layers, "entry": configuration.model_dump(mode="json")},
     )
+
+
+def _by_flags(configuration: Configuration) -> ledger.Drafter | None:
+    """Speculation without a drafter of its own (n-gram), which is a matter of flags."""
+    flags = configuration.flags
+    vllm, sglang = flags.get("speculative-config"), flags.get("speculative-algorithm")
+    if isinstance(vllm, dict):
+        return ledger.Drafter(name=str(vllm.get("method")), steps=int(vllm.get("num_speculative_tokens", 1)))
+    if sglang is not None:
+        drafted = flags.get("speculative-num-draft-tokens", 2)
+        tokens = drafted if isinstance(drafted, int) else 2
+        return ledger.Drafter(name=str(sglang).lower(), steps=max(1, tokens - 1), draft_tokens=tokens)
+    return None
 
 
 def trained_for(drafter: Checkpoint) -> list[str]:

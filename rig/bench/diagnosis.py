@@ -122,7 +122,7 @@ def _temperature(evidence: Evidence) -> Hypothesis:
 
 
 def _quality(evidence: Evidence) -> Hypothesis:
-    experiment = "the next epochs or more training data, measured by the sweep `epochs`"
+    experiment = "other epochs of the same training as variants of a sweep (key speculation.drafter), then more data"
     first = _first(evidence)
     if first is None:
         return Hypothesis("quality", "possible", "acceptance by position was not counted", experiment)

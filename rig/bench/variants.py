@@ -69,9 +69,19 @@ def derive(plan: HostPlan, sweep: Sweep, configurations: Sequence[str]) -> Deriv
                 serving[name] = _changed(serving[name], speculation, name)
                 paths[drafter.name] = drafter.path
                 checkpoints[drafter.name] = plan.checkpoints[drafter.source]
+            _check_drafter(serving[name], paths, name)
             made.append(name)
     derived = replace(plan, serving=serving, checkpoint_paths=paths, checkpoints=checkpoints)
     return Derived(derived, made, made, drafters)
+
+
+def _check_drafter(configuration: Configuration, paths: Mapping[str, str], name: str) -> None:
+    speculation = configuration.speculation
+    if speculation is not None and speculation.drafter not in paths:
+        raise CatalogError(
+            f"variant {name}: drafter {speculation.drafter} is not on this host; "
+            "deploy a configuration that uses it first"
+        )
 
 
 def profiler(plan: HostPlan, base: str, name: str) -> dict[str, Any]:

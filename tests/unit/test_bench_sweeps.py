@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rig.bench import ledger
-from rig.bench.collect import to_result
+from rig.bench.collect import served_as, to_result
 from rig.bench.sweeps import Sweep, find_sweep, host_sweep, load_sweeps, prompt_texts, workloads_of
 from rig.bench.variants import derive
 from rig.hostplan import HostPlan, host_plan
@@ -117,7 +117,19 @@ def test_profiled_configuration_writes_below_its_cache(plan: HostPlan) -> None:
     assert "SGLANG_TORCH_PROFILER_DIR=/var/cache/kimi-rig/sglang-base.profiled/profile" in sglang
 
 
+def test_ngram_counts_as_speculation(plan: HostPlan) -> None:
+    derived = derive(plan, find_sweep("ngram-vllm"), ["vllm-base"])
+    assert served_as(derived, "vllm-base.plain", "", {}).drafter is None
+    drafter = served_as(derived, "vllm-base.ngram-5", "", {}).drafter
+    assert drafter is not None
+    assert (drafter.name, drafter.steps) == ("ngram", 5)
+
+
 def test_wrong_variant_is_refused(plan: HostPlan) -> None:
+    with pytest.raises(CatalogError, match="drafter lightseek-k25-drafter is not on this host"):
+        derive(
+            plan, small(variants={"x": {"speculation": {"drafter": "lightseek-k25-drafter"}}}), ["vllm-eagle3-custom"]
+        )
     with pytest.raises(CatalogError, match="max_running_requests"):
         derive(plan, small(variants={"none": {"max_running_requests": 0}}), ["vllm-base"])
 
