@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,8 +163,9 @@ class Box:
 
 
 @pytest.fixture
-def box(monkeypatch: pytest.MonkeyPatch) -> Box:
+def box(monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
     made = Box()
+    before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(sweep, "installed", list)
     monkeypatch.setattr(sweep, "named", lambda name: specification("vllm", name=name))
     monkeypatch.setattr(sweep, "_start", made.start)
@@ -171,7 +174,8 @@ def box(monkeypatch: pytest.MonkeyPatch) -> Box:
     monkeypatch.setattr(sweep, "_active", lambda unit: unit in made.active)
     monkeypatch.setattr(sweep, "_property", lambda unit, name: "same" if name == "InvocationID" else "oom-kill")
     monkeypatch.setattr(subprocess, "run", made.run)
-    return made
+    yield made
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
@@ -208,10 +212,10 @@ def cells(plan: Path) -> dict[str, str]:
 def test_interrupted_sweep_repeats_no_finished_cell(box: Box, plan: Path) -> None:
     def interrupt(cell: str) -> None:
         if cell == "b+n1":
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGTERM)  # systemctl stop
 
     box.fail = interrupt
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RigctlError, match="stopped; finished cells are kept"):
         sweep.run_sweep(plan)
     assert cells(plan) == {"a+n1": "measured", "a+n4": "measured"}
     assert box.active == set()

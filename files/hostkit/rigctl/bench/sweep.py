@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -66,8 +67,20 @@ class Progress:
 
 
 def run_sweep(path: Path) -> int:
-    """Measure what is not measured yet. Raises RigctlError when the sweep itself cannot go on."""
-    plan = read_plan(path)
+    """Measure what is not measured yet. Raises RigctlError when the sweep itself cannot go on, or is stopped."""
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        return _run(read_plan(path))
+    except KeyboardInterrupt:
+        raise RigctlError("stopped; finished cells are kept, the next run goes on with the others") from None
+
+
+def _stop(*_: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: what follows puts the host back
+    raise KeyboardInterrupt
+
+
+def _run(plan: Plan) -> int:
     if not os.access(plan.generator, os.X_OK):
         raise RigctlError(f"{plan.generator} does not exist; run benchmark.py again")
     todo = {
