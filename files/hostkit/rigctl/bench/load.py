@@ -92,8 +92,8 @@ def configuration(
 
 
 def workers(concurrency: int) -> int:
-    """Client processes: a quarter of the cores, at least two, never more than there are streams."""
-    return max(1, min(concurrency, max(2, (os.cpu_count() or 1) // 4)))
+    """Client processes: a quarter of the cores, at least four, never more than there are streams."""
+    return max(1, min(concurrency, max(4, (os.cpu_count() or 1) // 4)))
 
 
 @dataclass(frozen=True)
