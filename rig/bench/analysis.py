@@ -291,7 +291,8 @@ def _who_wins(study: Study, scene: Scene, made: Sequence[Choice]) -> list[str]:
             words.append(f"{span}: no recommendation, the comparison is unfair: {'; '.join(reasons)}.")
             continue
         tied = sorted({other for choice in group for other in choice.tied})
-        beside = f" (within noise of {', '.join(tied)} at some of these loads)" if tied else ""
+        where = " at some of these loads" if len(group) > 1 else ""
+        beside = f" (within noise of {', '.join(tied)}{where})" if tied else ""
         words.append(f"{span}: {name}{beside}.")
     for name in study.names:
         if (at := crossing(study, scene, name)) is not None:
@@ -317,11 +318,13 @@ def _span(group: Sequence[Choice], *, first: bool, last: bool, single: bool) -> 
         return f"At every measured load ({low} to {high} concurrent requests)"
     if single:
         return f"At {low} concurrent request{'s' if low > 1 else ''}, the only load measured for more than one"
+    if low == high:
+        return f"{'From' if last else 'At'} {low} concurrent request{'s' if low > 1 else ''}"
     if first:
         return f"Up to {high} concurrent request{'s' if high > 1 else ''}"
     if last:
         return f"From {low} concurrent requests"
-    return f"At {low} to {high} concurrent requests" if low != high else f"At {low} concurrent requests"
+    return f"At {low} to {high} concurrent requests"
 
 
 def _drafters(study: Study, scene: Scene) -> list[str]:

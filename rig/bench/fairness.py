@@ -14,7 +14,7 @@ Severity = Literal["unfair", "warning", "note"]
 
 # A limit is taken as reached when this share of it was running while others waited.
 BINDING_SHARE = 0.98
-# A first round this much slower than the slowest of the later ones was cold; two groups of rounds further apart than
+# A first round this much slower than the slowest of the later ones may be cold; two groups of rounds further apart than
 # this share of the median, and than three times the spread inside them, are two modes.
 COLD_SHARE = 0.10
 MODES_SHARE = 0.05
@@ -114,7 +114,7 @@ def _automatic(configuration: ServedAs) -> str:
 
 def _cold(result: Result) -> Iterator[Finding]:
     speeds = [measured.output_tok_s for measured in result.rounds]
-    if len(speeds) >= 2 and speeds[0] < (1 - COLD_SHARE) * min(speeds[1:]):
+    if _first_is_cold(speeds):
         yield Finding(
             "warning",
             "cold",
@@ -125,9 +125,17 @@ def _cold(result: Result) -> Iterator[Finding]:
         yield Finding("warning", "cold", f"the warm-up was not stable after {result.warmup_rounds} rounds")
 
 
+def _first_is_cold(speeds: Sequence[float]) -> bool:
+    """Further below the slowest of the others than these lie apart, and by more than COLD_SHARE."""
+    if len(speeds) < 2:
+        return False
+    slowest, fastest = min(speeds[1:]), max(speeds[1:])
+    return speeds[0] < (1 - COLD_SHARE) * slowest and slowest - speeds[0] > fastest - slowest
+
+
 def warm_speeds(result: Result, read: Callable[[Any], float] = lambda r: r.output_tok_s) -> list[float]:
     """The values of the rounds that count: a cold first round does not."""
-    cold = any(f.check == "cold" and f.message.startswith("the first round") for f in _cold(result))
+    cold = _first_is_cold([measured.output_tok_s for measured in result.rounds])
     return [read(measured) for measured in result.rounds[1 if cold else 0 :]]
 
 

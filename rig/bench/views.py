@@ -149,7 +149,7 @@ def _speed_row(point: Point) -> list[Cell]:
         Number(point.total.median, 1, name, "rounds.output_tok_s:median"),
         (low, " to ", high),
         Number(point.stream.median, 1, name, "rounds.stream_tok_s:median"),
-        str(point.total.rounds),
+        Number(point.total.rounds, 0, name, "rounds.output_tok_s:count"),
         Number(sum(measured.requests for measured in rounds), 0, name, "rounds.requests:sum"),
         Number(sum(measured.output_tokens for measured in rounds), 0, name, "rounds.output_tokens:sum"),
         Number(total, 0, name, "rounds.counters.generated_tokens:sum") if None not in counted else None,

@@ -8,10 +8,10 @@ from rig.bench.acceptance import DEFINITIONS, Drafting, own_rate_definition, pro
 from rig.bench.analysis import crossover, judge_reference, newest, recommend
 from rig.bench.diagnosis import Evidence, diagnose, layer_candidates
 from rig.bench.fairness import check_result, is_noise, spread, two_modes, warm_speeds
-from rig.bench.ledger import Counters, Reference, Result, read, references
+from rig.bench.ledger import DIRECTORY, Counters, Result, read, references
 from tests.unit.bench_results import made_result, made_round
 
-FEBRUARY = {entry.id: entry for entry in references(read())}
+FEBRUARY = {entry.id: entry for entry in references(read(DIRECTORY / "reference"))}
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,7 @@ def test_cold_first_round_is_told_and_left_out() -> None:
     result = made_result("a", 1, [76, 110, 115, 123])
     assert checks(result) == {("warning", "cold")}
     assert warm_speeds(result) == [110, 115, 123]
+    assert checks(made_result("a", 1, [158, 182, 264])) == set()  # the others lie further apart
 
 
 def test_bimodal_rounds() -> None:
@@ -176,7 +177,3 @@ def test_length_is_pooled_over_rounds() -> None:
     assert counters.positions == [1.0, 1.0, 1.0]
     assert Counters(drafts=0, accepted=0).length is None
     assert step_cost(1.75, 0.66) == pytest.approx(2.65, abs=0.005)
-
-
-def test_references_are_told_from_results() -> None:
-    assert all(isinstance(entry, Reference) for entry in read())
