@@ -7,7 +7,7 @@ export PYINFRA_PROGRESS ?= off
 override export CMD := $(value CMD)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy verify explain reboot check test test-drill test-engines test-staging lock format
+.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy verify explain reboot status uninstall bench check test test-drill test-engines test-staging lock format
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,16 @@ explain: .venv/ready ## INVENTORY=... [FORMAT=json]: host facts, every setting, 
 
 reboot: .venv/ready ## INVENTORY=...: deploy, and reboot where boot-time settings wait for it
 	@$(BIN)/python -m rig.converge deploy $(INVENTORY) --pyinfra=--data --pyinfra=reboot=yes $(if $(LIMIT),--limit '$(LIMIT)')
+
+status: .venv/ready ## INVENTORY=...: one line a host
+	@$(BIN)/python -m rig.status $(INVENTORY) $(if $(LIMIT),--limit '$(LIMIT)')
+
+uninstall: .venv/ready ## INVENTORY=... [YES=1]: remove what the hosts' records list, nothing else
+	@$(BIN)/python -m rig.uninstall $(INVENTORY) $(if $(LIMIT),--limit '$(LIMIT)') $(if $(YES),--yes)
+
+bench: .venv/ready ## INVENTORY=... CONFIGS="a b": measure configurations, then report
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/bench.txt
+	@$(BIN)/python -m rig.bench run $(INVENTORY) $(if $(CONFIGS),--configs "$(CONFIGS)") $(if $(SWEEP),--sweep $(SWEEP))
 
 check: .venv/ready ## lint, types and unit tests; under a minute
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .

@@ -100,3 +100,10 @@ driver_keyring = {
 driver_upgrade = False
 # URLs the host must reach; the preflight names those it cannot.
 probes: list[str] = []
+
+# --- Benchmark (benchmark.py) ----------------------------------------------------------------------------------------
+
+# Sweep of inventory/benchmark.yaml.
+bench_sweep = "default"
+# Configurations to measure, names between spaces or a list; None is all of this host's.
+bench_configurations = None

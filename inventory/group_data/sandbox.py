@@ -2,3 +2,4 @@
 
 catalogue_overlay = "sandbox.yaml"
 configurations = ["vllm-base", "vllm-eagle3-aq-medai", "vllm-eagle3-custom"]
+bench_sweep = "sandbox"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 MODULES: tuple[str, ...] = (
+    "bench",
     "checkpoints",
     "doctor",
     "drift",

@@ -102,8 +102,12 @@ class Engine:
 
     def metrics(self, timeout: float = 5) -> Metrics:
         """The engine's counters and gauges now."""
-        text = self._get("/metrics", timeout).text
+        text = self.metrics_text(timeout)
         return read_metrics(self.specification.engine, text, self.specification.speculation or {})
+
+    def metrics_text(self, timeout: float = 5) -> str:
+        """/metrics as it stands."""
+        return self._get("/metrics", timeout).text
 
     def status_of(self, method: str, path: str, timeout: float = 5) -> int:
         """HTTP status of a request with an empty JSON body; connection errors raise requests.RequestException."""
@@ -112,6 +116,18 @@ class Engine:
         response = self._session.request(method, url, json=body, timeout=timeout, allow_redirects=False, stream=True)
         response.close()
         return response.status_code
+
+    def completion(self, prompt: str, *, timeout: float = 300, **parameters: Any) -> dict[str, Any]:
+        """The whole answer to one user message, with its usage."""
+        body = {"model": self.specification.model, "messages": [{"role": "user", "content": prompt}], **parameters}
+        response = self._session.post(f"{self.specification.base_url}/v1/chat/completions", json=body, timeout=timeout)
+        response.raise_for_status()
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def post(self, path: str, timeout: float) -> None:
+        """POST without a body, such as start_profile."""
+        self._session.post(f"{self.specification.base_url}/{path}", timeout=timeout).raise_for_status()
 
     def _get(self, path: str, timeout: float) -> requests.Response:
         response = self._session.get(self.specification.base_url + path, timeout=timeout)

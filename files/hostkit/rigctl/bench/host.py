@@ -1,0 +1,93 @@
+"""What a result needs to know of its host, and drafters with shifted layer ids."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rigctl.bench.counters import gpu_state
+from rigctl.cli import RigctlError
+
+RECEIPT = Path("/var/lib/kimi-rig/receipt.json")
+
+
+def host_facts(models: Sequence[str]) -> dict[str, Any]:
+    """Hardware, driver, kernel, the host's receipt, and for each model directory its layers and layer ids."""
+    return {
+        "hardware": _hardware(),
+        "driver": _driver(),
+        "kernel": platform.release(),
+        "receipt": _json(RECEIPT),
+        "models": {path: _model(Path(path)) for path in models},
+    }
+
+
+def _hardware() -> str:
+    cards = Counter(str(gpu["name"]).partition(" ")[2] for gpu in gpu_state())
+    if cards:
+        return ", ".join(f"{count}x {name}" for name, count in cards.items())
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
+    return f"no GPU, {os.cpu_count()} cores of {model}"
+
+
+def _driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return lines[0] if lines else None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _model(path: Path) -> dict[str, Any]:
+    config = _json(path / "config.json")
+    text = config.get("text_config") or config
+    return {"layers": text.get("num_hidden_layers"), "layer_ids": layer_ids(config)}
+
+
+def layer_ids(config: dict[str, Any]) -> list[int] | None:
+    """The layer ids a drafter's config.json names, at its top or in eagle_config."""
+    for place in (config, config.get("eagle_config") or {}):
+        if ids := place.get("eagle_aux_hidden_state_layer_ids"):
+            return [int(layer) for layer in ids]
+    return None
+
+
+def shifted_drafter(source: Path, destination: Path, target: Path, shift: int) -> list[int]:
+    """Make `destination` a drafter like `source` with its layer ids shifted; returns the ids.
+
+    Where the drafter names none, both engines' default (2, N // 2, N - 3) is shifted. Raises RigctlError when source or
+    target cannot be read, or an id would leave the target's layers.
+    """
+    config = _json(source / "config.json")
+    layers = _model(target)["layers"]
+    if not config or not layers:
+        raise RigctlError(f"{source}/config.json or {target}/config.json cannot be read, or names no layers")
+    ids = [layer + shift for layer in layer_ids(config) or [2, layers // 2, layers - 3]]
+    if min(ids) < 0 or max(ids) > layers:
+        raise RigctlError(f"shifted by {shift} the layer ids are {ids}, the target has {layers} layers")
+    if isinstance(config.get("eagle_config"), dict):
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = ids
+    config["eagle_aux_hidden_state_layer_ids"] = ids
+    shutil.rmtree(destination, ignore_errors=True)
+    destination.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.name != "config.json":
+            (destination / file.name).symlink_to(file)
+    (destination / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return ids

@@ -1,0 +1,424 @@
+"""From results to judgements: who wins where, where lines cross, what a drafter must reach. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import median
+
+from rig.bench.acceptance import DEFINITIONS, proper_rate, step_cost
+from rig.bench.fairness import (
+    Finding,
+    Spread,
+    check_result,
+    compare_conditions,
+    is_noise,
+    spread,
+    warm_speeds,
+)
+from rig.bench.ledger import Reference, Result
+
+RULE = (
+    "At each load the configuration with the highest median of total output tokens a second wins. Configurations whose "
+    "range of rounds overlaps the winner's differ from it by noise only, and among these the one without a drafter is "
+    "named. Nothing is named where the comparison is unfair. A drafter pays at a load where its acceptance length is "
+    "above the cost of its step, measured in steps of the base configuration at that same load."
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a configuration is asked to bear: results are compared within one load only."""
+
+    prompts: str
+    temperature: float
+    context: int
+    concurrency: int
+
+    @property
+    def scene(self) -> Scene:
+        return Scene(self.prompts, self.temperature, self.context)
+
+
+@dataclass(frozen=True, order=True)
+class Scene:
+    """A load without its concurrency: one plot."""
+
+    prompts: str
+    temperature: float
+    context: int
+
+    @property
+    def title(self) -> str:
+        length = f"context {self.context:,} tokens" if self.context else "short context"
+        return f"{length}, prompts {self.prompts}, temperature {self.temperature:g}"
+
+
+def load_of(result: Result) -> Load:
+    workload = result.workload
+    return Load(workload.prompts, workload.temperature, workload.context, workload.concurrency)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A result as it is plotted and compared."""
+
+    result: Result
+    total: Spread
+    """Output tokens a second, all streams together."""
+    stream: Spread
+    """Tokens a second of one stream, after its first token."""
+    findings: Sequence[Finding]
+
+    @cached_property
+    def length(self) -> float | None:
+        """Acceptance length over all rounds, from counters; else the mean of the engine's gauge (see gauged)."""
+        counted = [measured.counters for measured in self.result.rounds if measured.counters.drafts]
+        drafts = sum(counters.drafts or 0 for counters in counted)
+        if drafts:
+            return 1 + sum(counters.accepted or 0 for counters in counted) / drafts
+        gauges = [value for m in self.result.rounds if (value := m.observed.own_length_mean) is not None]
+        return sum(gauges) / len(gauges) if gauges else None
+
+    @property
+    def gauged(self) -> bool:
+        """True when the acceptance length comes from a gauge, because the release exports no counters."""
+        return self.length is not None and not any(measured.counters.drafts for measured in self.result.rounds)
+
+    @cached_property
+    def positions(self) -> list[float]:
+        """Accepted share by position over all rounds."""
+        counted = [m.counters for m in self.result.rounds if m.counters.drafts and m.counters.accepted_at]
+        drafts = sum(counters.drafts or 0 for counters in counted)
+        return (
+            [sum(column) / drafts for column in zip(*(c.accepted_at for c in counted), strict=True)] if drafts else []
+        )
+
+    @cached_property
+    def rate(self) -> float | None:
+        """Accepted share of the drafted tokens."""
+        drafted = sum(measured.counters.drafted or 0 for measured in self.result.rounds)
+        if drafted:
+            return sum(measured.counters.accepted or 0 for measured in self.result.rounds) / drafted
+        drafter = self.result.configuration.drafter
+        return proper_rate(self.length, drafter.steps) if self.length is not None and drafter else None
+
+    def middle(self, kind: str, quantile: str) -> float:
+        """Median over the rounds of a latency quantile in milliseconds; kind: ttft, itl, e2e."""
+        values = (getattr(getattr(measured, f"{kind}_ms"), quantile) for measured in self.result.rounds)
+        return float(median(values))
+
+
+def point(result: Result) -> Point | None:
+    """None for a failed cell."""
+    total = spread(warm_speeds(result))
+    stream = spread(warm_speeds(result, lambda measured: measured.stream_tok_s))
+    if result.status != "measured" or total is None or stream is None:
+        return None
+    return Point(result, total, stream, check_result(result))
+
+
+@dataclass(frozen=True)
+class Study:
+    """The newest result of every configuration and load on one host."""
+
+    host: str
+    results: Sequence[Result]
+
+    @cached_property
+    def points(self) -> Mapping[tuple[Load, str], Point]:
+        found = ((load_of(result), result.configuration.name, point(result)) for result in self.results)
+        return {(load, name): one for load, name, one in found if one is not None}
+
+    @cached_property
+    def failed(self) -> list[Result]:
+        return [result for result in self.results if result.status == "failed"]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Configurations, those without a drafter first."""
+        drafting = {result.configuration.name: result.configuration.drafter is not None for result in self.results}
+        return sorted(drafting, key=lambda name: (drafting[name], name))
+
+    @cached_property
+    def scenes(self) -> list[Scene]:
+        return sorted({load.scene for load, _ in self.points})
+
+    def line(self, scene: Scene, name: str) -> list[tuple[int, Point]]:
+        """Points of one configuration by concurrency."""
+        found = [(load.concurrency, p) for (load, n), p in self.points.items() if n == name and load.scene == scene]
+        return sorted(found, key=lambda pair: pair[0])
+
+    def at(self, scene: Scene, concurrency: int) -> list[Point]:
+        load = Load(scene.prompts, scene.temperature, scene.context, concurrency)
+        return [self.points[load, name] for name in self.names if (load, name) in self.points]
+
+    def concurrencies(self, scene: Scene) -> list[int]:
+        return sorted({load.concurrency for load, _ in self.points if load.scene == scene})
+
+
+def newest(entries: Iterable[Result]) -> dict[str, Study]:
+    """One study a host, of the newest result of each configuration and load."""
+    kept: dict[tuple[str, Load, str], Result] = {}
+    for result in sorted(entries, key=lambda r: (r.at, r.id)):
+        kept[result.host, load_of(result), result.configuration.name] = result
+    hosts = sorted({result.host for result in kept.values()})
+    return {host: Study(host, [r for r in kept.values() if r.host == host]) for host in hosts}
+
+
+def unfair(points: Sequence[Point]) -> list[Finding]:
+    """Why these points must not be compared."""
+    own = [
+        Finding(f.severity, f.check, f"{p.result.configuration.name}: {f.message}") for p in points for f in p.findings
+    ]
+    return [f for f in (*compare_conditions([p.result for p in points]), *own) if f.severity == "unfair"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to use at one concurrency; name None where nothing may be said. tied: within noise of the winner."""
+
+    concurrency: int
+    name: str | None
+    tied: Sequence[str] = ()
+    why: Sequence[Finding] = ()
+
+
+def choose(points: Sequence[Point], concurrency: int) -> Choice:
+    """RULE at one load."""
+    if reasons := unfair(points):
+        return Choice(concurrency, None, why=reasons)
+    best = max(points, key=lambda p: p.total.median)
+    near = [p for p in points if p is best or is_noise(p.total, best.total)]
+    plain = [p for p in near if p.result.configuration.drafter is None]
+    named = max(plain or near, key=lambda p: p.total.median)
+    tied = [p.result.configuration.name for p in near if p is not named]
+    return Choice(concurrency, named.result.configuration.name, tied)
+
+
+def choices(study: Study, scene: Scene) -> list[Choice]:
+    """RULE at every concurrency at which at least two configurations were measured."""
+    loads = ((concurrency, study.at(scene, concurrency)) for concurrency in study.concurrencies(scene))
+    return [choose(points, concurrency) for concurrency, points in loads if len(points) > 1]
+
+
+def crossover(base: Sequence[tuple[int, float]], other: Sequence[tuple[int, float]]) -> float | None:
+    """Concurrency at which `other` stops being faster, interpolated on the logarithm of the concurrency.
+
+    None when it does not cross downwards exactly once.
+    """
+    both = sorted(set(dict(base)) & set(dict(other)))
+    ratios = [(c, dict(other)[c] / dict(base)[c]) for c in both]
+    crossings = [(one, two) for one, two in itertools.pairwise(ratios) if (one[1] >= 1) != (two[1] >= 1)]
+    if len(crossings) != 1 or crossings[0][0][1] < 1:
+        return None
+    (low, above), (high, below) = crossings[0]
+    share = math.log(above) / (math.log(above) - math.log(below))
+    return float(low * (high / low) ** share)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A speculative configuration beside its base at one load."""
+
+    concurrency: int
+    name: str
+    base: str
+    speedup: float
+    length: float
+    noise: bool
+
+    @property
+    def break_even(self) -> float:
+        """Cost of a speculative step in base steps: the acceptance length at which both are equally fast."""
+        return step_cost(self.length, self.speedup)
+
+    @property
+    def pays(self) -> bool | None:
+        """None within noise."""
+        return None if self.noise else self.length > self.break_even
+
+
+def base_of(study: Study, result: Result) -> str | None:
+    """The configuration without a drafter that a speculative one is held against: same engine, release and target."""
+    mine = result.configuration
+    same = [
+        other.configuration
+        for other in study.results
+        if other.configuration.drafter is None
+        and (other.configuration.engine, other.configuration.version) == (mine.engine, mine.version)
+        and other.configuration.target == mine.target
+    ]
+    # Of several the one with the same limits: a sweep over limits measures more than one.
+    same.sort(
+        key=lambda c: (c.effective_limit != mine.effective_limit, c.context_length != mine.context_length, c.name)
+    )
+    return same[0].name if same else None
+
+
+def drafted(study: Study, scene: Scene, name: str) -> list[Drafted]:
+    """A drafter at every load at which its base was measured too, if the two can be compared."""
+    found: list[Drafted] = []
+    for concurrency, own in study.line(scene, name):
+        base = base_of(study, own.result)
+        load = Load(scene.prompts, scene.temperature, scene.context, concurrency)
+        against = study.points.get((load, base)) if base else None
+        if base is None or against is None or own.length is None or unfair([against, own]):
+            continue
+        speedup = own.total.median / against.total.median
+        found.append(Drafted(concurrency, name, base, speedup, own.length, is_noise(own.total, against.total)))
+    return found
+
+
+def recommend(study: Study, scene: Scene) -> list[str]:
+    """The recommendation for one scene in words, by RULE."""
+    made = choices(study, scene)
+    if not made:
+        return ["Fewer than two configurations were measured at any load: nothing to choose between."]
+    return [*_who_wins(study, scene, made), *_drafters(study, scene)]
+
+
+def _who_wins(study: Study, scene: Scene, made: Sequence[Choice]) -> list[str]:
+    words: list[str] = []
+    runs = [(name, list(group)) for name, group in itertools.groupby(made, key=lambda choice: choice.name)]
+    for name, group in runs:
+        span = _span(group, first=group[0] is made[0], last=group[-1] is made[-1], single=len(runs) == 1)
+        if name is None:
+            reasons = sorted({finding.message for choice in group for finding in choice.why})
+            words.append(f"{span}: no recommendation, the comparison is unfair: {'; '.join(reasons)}.")
+            continue
+        tied = sorted({other for choice in group for other in choice.tied})
+        where = " at some of these loads" if len(group) > 1 else ""
+        beside = f" (within noise of {', '.join(tied)}{where})" if tied else ""
+        words.append(f"{span}: {name}{beside}.")
+    for name in study.names:
+        if (at := crossing(study, scene, name)) is not None:
+            words.append(f"{name} and its base cross at about {at:.1f} concurrent requests.")
+    return words
+
+
+def crossing(study: Study, scene: Scene, name: str) -> float | None:
+    """Where a speculative configuration stops being faster than its base."""
+    line = study.line(scene, name)
+    if not line or line[0][1].result.configuration.drafter is None:
+        return None
+    base = base_of(study, line[0][1].result)
+    if base is None or any(unfair(study.at(scene, c)) for c, _ in line):
+        return None
+    medians = [[(c, p.total.median) for c, p in study.line(scene, which)] for which in (base, name)]
+    return crossover(*medians)
+
+
+def _span(group: Sequence[Choice], *, first: bool, last: bool, single: bool) -> str:
+    low, high = group[0].concurrency, group[-1].concurrency
+    if single and low != high:
+        return f"At every measured load ({low} to {high} concurrent requests)"
+    if single:
+        return f"At {low} concurrent request{'s' if low > 1 else ''}, the only load measured for more than one"
+    if low == high:
+        return f"{'From' if last else 'At'} {low} concurrent request{'s' if low > 1 else ''}"
+    if first:
+        return f"Up to {high} concurrent request{'s' if high > 1 else ''}"
+    if last:
+        return f"From {low} concurrent requests"
+    return f"At {low} to {high} concurrent requests"
+
+
+def _drafters(study: Study, scene: Scene) -> list[str]:
+    words: list[str] = []
+    for name in study.names:
+        judged = drafted(study, scene, name)
+        if not judged:
+            continue
+        pays = [one for one in judged if one.pays]
+        loses = [one for one in judged if one.pays is False]
+        worst = max(judged, key=lambda one: one.break_even)
+        shown = f"acceptance length {judged[0].length:.2f}"
+        if not pays and loses:
+            words.append(
+                f"{name}: drafter below break-even: {shown}, it needs {judged[0].break_even:.2f} at "
+                f"{judged[0].concurrency} and {worst.break_even:.2f} at {worst.concurrency} concurrent requests."
+            )
+        elif pays:
+            loads = ", ".join(str(one.concurrency) for one in pays)
+            words.append(f"{name}: drafter above break-even at {loads} concurrent requests ({shown}).")
+        else:
+            words.append(f"{name}: drafter at break-even within noise ({shown}).")
+    return words
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One reading of a reported acceptance. cost: break-even length, where a speedup was reported too."""
+
+    definition: str
+    length: float
+    rate: float
+    cost: float | None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A reported configuration with what follows from its figures."""
+
+    entry: Reference
+    base: Reference | None
+    speedup: float | None
+    speedup_from: str
+    readings: Sequence[Reading]
+    notes: Sequence[str] = field(default=())
+
+
+def judge_reference(entry: Reference, entries: Mapping[str, Reference]) -> Judged:
+    """What a reference entry says beyond its figures: lengths, break-even, and whether a limit speaks through it."""
+    base = entries.get(entry.base) if entry.base else None
+    speedup, words = _reported_speedup(entry, base)
+    readings = list(_readings(entry, speedup))
+    notes = [text for text in (entry.note, _limit_note(entry, base, speedup)) if text]
+    return Judged(entry, base, speedup, words, readings, notes)
+
+
+def _readings(entry: Reference, speedup: float | None) -> Iterator[Reading]:
+    drafter = entry.configuration.drafter
+    if drafter is None:
+        return
+    for acceptance in entry.acceptance:
+        length = acceptance.length(drafter.drafting)
+        cost = step_cost(length, speedup) if speedup else None
+        yield Reading(DEFINITIONS[acceptance.definition].words, length, proper_rate(length, drafter.steps), cost)
+
+
+def _reported_speedup(entry: Reference, base: Reference | None) -> tuple[float | None, str]:
+    ratio = entry.figure("ratio_to_base")
+    if ratio is not None:
+        return ratio.value, "as reported"
+    mine = entry.figure("single_stream_tok_s")
+    theirs = base.figure("single_stream_tok_s") if base else None
+    if mine is None or theirs is None or mine.value is None or not theirs.value:
+        return None, ""
+    return mine.value / theirs.value, "single stream"
+
+
+def _limit_note(entry: Reference, base: Reference | None, speedup: float | None) -> str:
+    """The explanation of a peak that a hidden limit held down."""
+    mine = entry.figure("peak_tok_s")
+    theirs = base.figure("peak_tok_s") if base else None
+    limit = entry.configuration.effective_limit
+    if base is None or mine is None or theirs is None or not mine.value or not theirs.value:
+        return ""
+    if limit is None or limit == base.configuration.effective_limit or mine.value >= theirs.value:
+        return ""
+    automatic = (
+        ""
+        if entry.configuration.max_running_requests
+        else (", which SGLang sets by itself with speculation when max_running_requests is unset")
+    )
+    alone = f" A single stream was {speedup:.2f} times its base, so the drafter does not explain it." if speedup else ""
+    return (
+        f"The peak of {mine.value:,g} against {theirs.value:,g} tok/s compares limits, not drafters: at most {limit} "
+        f"requests ran{automatic}, that is {mine.value / limit:.1f} tok/s a stream, while the base had no such limit."
+        f"{alone} Measure both with the same max_running_requests."
+    )

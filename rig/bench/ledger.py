@@ -1,0 +1,302 @@
+"""The ledger: one JSON file a result, never changed once written. docs/benchmark.md describes the format."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from rig.bench.acceptance import DEFINITIONS, Drafting, acceptance_length, by_position
+from rig.catalog import ROOT
+
+DIRECTORY = ROOT / "ledger"
+
+
+class LedgerError(Exception):
+    """A ledger that cannot be read or written. The message names the file and what to do."""
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Drafter(Record):
+    """How a configuration speculates. rate_definition: key of rig.bench.acceptance.DEFINITIONS."""
+
+    name: str
+    steps: int
+    draft_tokens: int | None = None
+    targets: list[str] = []
+    layer_ids: list[int] | None = None
+
+    @property
+    def drafting(self) -> Drafting:
+        return Drafting(self.steps, self.draft_tokens)
+
+
+class ServedAs(Record):
+    """The serving configuration a result belongs to, as far as it bears on speed and fairness."""
+
+    name: str
+    engine: Literal["vllm", "sglang"]
+    version: str | None = None
+    """None: not reported."""
+    target: str = "kimi-k2.5-int4"
+    drafter: Drafter | None = None
+    max_running_requests: int | None = None
+    """As configured; None: left to the engine."""
+    context_length: int | None = None
+    details: dict[str, Any] = {}
+    """The whole catalogue entry, and the digest the unit was started with."""
+
+    @property
+    def effective_limit(self) -> int | None:
+        """Running requests the engine allows; None when nobody knows.
+
+        SGLang takes 48 with speculation when nothing is set (server_args, _handle_speculative_decoding).
+        """
+        if self.max_running_requests is None and self.engine == "sglang" and self.drafter is not None:
+            return 48
+        return self.max_running_requests
+
+
+class Workload(Record):
+    """What was asked, the same for every configuration that is compared."""
+
+    prompts: str
+    prompts_sha256: str
+    context: int
+    """Tokens of filler in front of each prompt; 0 is none."""
+    concurrency: int
+    requests: int
+    """A round's number of requests."""
+    output_tokens: int
+    """Most tokens an answer may have."""
+    ignore_eos: bool
+    temperature: float
+    top_p: float = 1.0
+    seed: int
+    cache: Literal["fresh", "reused"]
+    """fresh: every round has prompts of its own, so no prefix is found in the engine's cache."""
+    generator: str
+    """Load generator with its version."""
+
+
+class Distribution(Record):
+    """Milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+class Counters(Record):
+    """What the engine counted over exactly the measured window."""
+
+    generated_tokens: int | None = None
+    prompt_tokens: int | None = None
+    preemptions: int | None = None
+    drafts: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+    accepted_at: list[int] = []
+    own_rate: float | None = None
+    """The engine's own rate at the end of the window; Round.own_rate_definition says what it means."""
+
+    @property
+    def length(self) -> float | None:
+        """Acceptance length over the window."""
+        if self.drafts is None or self.accepted is None:
+            return None
+        return acceptance_length(self.drafts, self.accepted)
+
+    @property
+    def positions(self) -> list[float]:
+        return by_position(self.drafts or 0, self.accepted_at)
+
+
+class Observed(Record):
+    """Gauges sampled during the window."""
+
+    samples: int = 0
+    running_max: float | None = None
+    running_mean: float | None = None
+    waiting_max: float | None = None
+    waiting_mean: float | None = None
+    kv_use_max: float | None = None
+    """Share of the KV cache, 0 to 1."""
+    own_length_mean: float | None = None
+    """SGLang's gauge of the acceptance length, where its release counts no verifications."""
+    gpus: list[dict[str, float | str]] = []
+    """One entry a GPU: name, power_w, clock_mhz, memory_mib (means), where there are GPUs."""
+
+
+class Round(Record):
+    """One measured window. seconds: from the first request to the last answer."""
+
+    seconds: float
+    requests: int
+    errors: int
+    prompt_tokens: int
+    output_tokens: int
+    """Tokens the server said it made, summed over the answers."""
+    output_tok_s: float
+    stream_tok_s: float
+    """Median over the requests: output tokens after the first / time after the first token."""
+    ttft_ms: Distribution
+    itl_ms: Distribution
+    e2e_ms: Distribution
+    counters: Counters = Counters()
+    observed: Observed = Observed()
+    error_summary: list[str] = []
+
+
+class Result(Record):
+    """One cell: a configuration under one workload, measured in several rounds, or the reason why it failed."""
+
+    kind: Literal["measured"] = "measured"
+    format: Literal[1] = 1
+    id: Annotated[str, Field(pattern=r"^[a-z0-9][a-zA-Z0-9._-]*$")]
+    at: str
+    """UTC, ISO 8601."""
+    sweep: str
+    host: str
+    hardware: str
+    configuration: ServedAs
+    workload: Workload
+    status: Literal["measured", "failed"]
+    cause: str | None = None
+    warmup_rounds: int = 0
+    warmup_stable: bool | None = None
+    order: int = 0
+    """The cell's number since the engine was started."""
+    rounds: list[Round] = []
+    receipt: dict[str, Any] = {}
+    profile: dict[str, float] = {}
+
+
+class Acceptance(Record):
+    """A reported acceptance rate, read by one definition (a key of rig.bench.acceptance.DEFINITIONS)."""
+
+    rate: float
+    definition: str
+
+    def length(self, drafting: Drafting) -> float:
+        """The acceptance length this reading means."""
+        return DEFINITIONS[self.definition].to_length(self.rate, drafting)
+
+
+class Figure(Record):
+    """A reported number. low and high: a reported range."""
+
+    what: Literal["single_stream_tok_s", "peak_tok_s", "output_tok_s", "ratio_to_base", "prefill_tok_s", "kv_tokens"]
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    concurrency: int | None = None
+    context: int | None = None
+
+    @property
+    def shown(self) -> str:
+        if self.value is not None:
+            return f"{self.value:,g}"
+        return f"{self.low:,g}-{self.high:,g}" if self.low is not None and self.high is not None else ""
+
+
+class Reference(Record):
+    """Numbers other people measured: reported, not measured by us."""
+
+    kind: Literal["reference"]
+    format: Literal[1] = 1
+    id: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+    reported_by: str
+    source: str
+    """Where the numbers were read."""
+    at: str
+    hardware: str
+    configuration: ServedAs
+    base: str | None = None
+    """Id of the reference entry this one is compared with."""
+    figures: list[Figure]
+    acceptance: list[Acceptance] = []
+    """Every reading that is possible, where the report does not say which one it is."""
+    note: str = ""
+
+    def figure(self, what: str) -> Figure | None:
+        """The first figure of a kind that has one value."""
+        return next((figure for figure in self.figures if figure.what == what and figure.value is not None), None)
+
+
+Entry = Annotated[Result | Reference, Field(discriminator="kind")]
+_ENTRY: TypeAdapter[Result | Reference] = TypeAdapter(Entry)
+
+
+def read(directory: Path = DIRECTORY) -> list[Result | Reference]:
+    """Every entry below a directory, by id. Raises LedgerError naming the files that are wrong."""
+    entries: dict[str, Result | Reference] = {}
+    findings: list[str] = []
+    for path in sorted(directory.rglob("*.json")):
+        try:
+            entry = _ENTRY.validate_json(path.read_bytes())
+        except ValidationError as error:
+            findings += [f"{path}: {'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors()]
+            continue
+        except OSError as error:
+            raise LedgerError(f"{path} cannot be read: {error.strerror}") from None
+        if entry.id in entries:
+            findings.append(f"{path}: id {entry.id} is used twice")
+        entries[entry.id] = entry
+    if findings:
+        raise LedgerError("\n".join(findings))
+    return [entries[name] for name in sorted(entries)]
+
+
+def append(result: Result, directory: Path = DIRECTORY) -> Path:
+    """Write one result as a new file below <directory>/<host>; the file is whole or not there.
+
+    An entry that is there already is left alone when it says the same. Raises LedgerError when it says otherwise, or
+    when the file cannot be written (a full disk): nothing half-written is left.
+    """
+    path = directory / result.host / f"{result.id}.json"
+    content = json.dumps(result.model_dump(mode="json"), indent=1, sort_keys=True) + "\n"
+    if path.exists():
+        if path.read_text(encoding="utf-8") == content:
+            return path
+        raise LedgerError(f"{path} exists and differs: the ledger is append-only")
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        os.link(temporary, path)  # fails if somebody was faster; a rename would overwrite
+    except OSError as error:
+        raise LedgerError(f"{path} cannot be written: {error.strerror}; no result was added") from None
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+    return path
+
+
+def results(entries: Iterable[Result | Reference]) -> list[Result]:
+    """The measured ones."""
+    return [entry for entry in entries if isinstance(entry, Result)]
+
+
+def references(entries: Iterable[Result | Reference]) -> list[Reference]:
+    """The reported ones."""
+    return [entry for entry in entries if isinstance(entry, Reference)]
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of an entry."""
+    return _ENTRY.json_schema()

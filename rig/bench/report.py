@@ -1,0 +1,129 @@
+"""The report: one HTML page that needs no network and no script, and the same as Markdown."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment as Jinja
+from jinja2 import FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from rig.bench import plots
+from rig.bench.analysis import newest
+from rig.bench.ledger import LedgerError, Reference, Result, references, results
+from rig.bench.views import RULE, Cell, HostView, Number, ReferenceView, host_view, reference_views
+from rig.catalog import ROOT
+
+
+def _jinja(*, html: bool) -> Jinja:
+    jinja = Jinja(
+        loader=FileSystemLoader(ROOT / "templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=html,  # noqa: S701  # off for Markdown only
+    )
+    jinja.filters["cell"] = html_cell if html else text_cell
+    return jinja
+
+
+def html_cell(cell: Cell) -> Markup:
+    """A table cell; numbers keep their ledger entry and key, so that a reader (or a test) can look them up."""
+    if isinstance(cell, tuple):
+        return Markup("").join(html_cell(item) for item in cell)
+    if isinstance(cell, Number):
+        return Markup('<data value="{}" data-entry="{}" data-key="{}">{}</data>').format(
+            repr(cell.value), cell.entry, cell.path, str(cell)
+        )
+    return Markup("{}").format(cell or "")
+
+
+def text_cell(cell: Cell) -> str:
+    """The same for Markdown."""
+    if isinstance(cell, tuple):
+        return "".join(text_cell(item) for item in cell)
+    return str(cell if cell is not None else "").replace("|", "\\|").replace("\n", " ")
+
+
+def _host_pictures(view: HostView) -> dict[Any, dict[str, Markup]]:
+    """Pictures by scene."""
+    drawn: dict[Any, dict[str, Markup]] = {}
+    for number, scene_view in enumerate(view.scenes):
+        scene = scene_view.scene
+        kinds = {"Throughput": plots.throughput, "Latency": plots.latency}
+        if scene_view.acceptance is not None:
+            kinds["Acceptance by position"] = plots.acceptance
+        drawn[scene] = {
+            title: Markup(draw(view.study, scene, f"{view.study.host}-{number}"))  # noqa: S704  # matplotlib's own
+            for title, draw in kinds.items()
+        }
+    return drawn
+
+
+def _peaks(view: ReferenceView) -> Markup | None:
+    entries = [judged.entry for judged in view.judged]
+    if not any(entry.figure("peak_tok_s") for entry in entries):
+        return None
+    return Markup(plots.peaks(entries))  # noqa: S704  # matplotlib's own
+
+
+def page(entries: Iterable[Result | Reference], now: datetime | None = None) -> str:
+    """The HTML page. Raises PlottingMissing without matplotlib."""
+    hosts, reported = _views(entries)
+    return (
+        _jinja(html=True)
+        .get_template("bench_report.html.j2")
+        .render(
+            hosts=[(view, _host_pictures(view)) for view in hosts],
+            reported=[(view, _peaks(view)) for view in reported],
+            rule=RULE,
+            made=_stamp(now),
+        )
+    )
+
+
+def markdown(entries: Iterable[Result | Reference], now: datetime | None = None) -> str:
+    """The same for a terminal or a pull request."""
+    hosts, reported = _views(entries)
+    return (
+        _jinja(html=False)
+        .get_template("bench_report.md.j2")
+        .render(hosts=hosts, reported=reported, rule=RULE, made=_stamp(now))
+    )
+
+
+def _views(entries: Iterable[Result | Reference]) -> tuple[list[HostView], list[ReferenceView]]:
+    listed = list(entries)
+    hosts = [host_view(study) for study in newest(results(listed)).values()]
+    return hosts, reference_views(references(listed))
+
+
+def _stamp(now: datetime | None) -> str:
+    return (now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def write(entries: Sequence[Result | Reference], directory: Path) -> list[Path]:
+    """Write report.html and report.md, each whole or not at all. Raises LedgerError when that fails."""
+    written: list[Path] = []
+    for name, text in (("report.html", page(entries)), ("report.md", markdown(entries))):
+        path = directory / name
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=directory, prefix=".new-")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(text)
+                Path(temporary).chmod(0o644)
+                Path(temporary).replace(path)
+            finally:
+                Path(temporary).unlink(missing_ok=True)
+        except OSError as error:
+            raise LedgerError(f"{path} cannot be written: {error.strerror}") from None
+        written.append(path)
+    return written

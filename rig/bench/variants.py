@@ -1,0 +1,120 @@
+"""Configurations derived from one entry for a sweep: other steps, limits, flags, or layer ids of the drafter. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from rig import layout
+from rig.bench.sweeps import Sweep
+from rig.catalog import Configuration
+from rig.hostplan import HostPlan
+from rig.yaml_source import CatalogError
+
+LAYER_SHIFT = "layer_shift"
+PROFILED = "profiled"
+
+
+@dataclass(frozen=True)
+class ShiftedDrafter:
+    """A drafter whose layer ids are shifted: a directory of links to the original, with a config.json of its own."""
+
+    name: str
+    source: str
+    path: str
+    target: str
+    shift: int
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A host's plan with the configurations that a sweep measures. made: those that exist for the sweep only."""
+
+    plan: HostPlan
+    names: Sequence[str]
+    made: Sequence[str]
+    drafters: Sequence[ShiftedDrafter]
+
+
+def derive(plan: HostPlan, sweep: Sweep, configurations: Sequence[str]) -> Derived:
+    """Apply a sweep's variants to each configuration; without variants the configurations themselves.
+
+    Raises CatalogError for an unknown configuration, and for a variant that serving.yaml would not accept.
+    """
+    unknown = [name for name in configurations if name not in plan.serving]
+    if unknown or not configurations:
+        there = ", ".join(plan.serving)
+        raise CatalogError(
+            f"this host has no configuration {', '.join(unknown) or '(none was named)'} (it has: {there})"
+        )
+    variants: Mapping[str, Mapping[str, Any]] = sweep.variants or ({PROFILED: {}} if sweep.profile else {})
+    if not variants:
+        return Derived(plan, list(configurations), [], [])
+    serving, paths = dict(plan.serving), dict(plan.checkpoint_paths)
+    checkpoints, drafters, made = dict(plan.checkpoints), [], []
+    for base in configurations:
+        for variant, change in variants.items():
+            name = f"{base}.{variant}"
+            changed = {key: value for key, value in change.items() if key != LAYER_SHIFT}
+            serving[name] = _changed(plan.serving[base], changed, name)
+            if sweep.profile:
+                serving[name] = _changed(serving[name], profiler(plan, base, name), name)
+            if LAYER_SHIFT in change:
+                drafter = _shifted(plan, base, variant, int(change[LAYER_SHIFT]))
+                drafters.append(drafter)
+                speculation = {"speculation": {"drafter": drafter.name}}
+                serving[name] = _changed(serving[name], speculation, name)
+                paths[drafter.name] = drafter.path
+                checkpoints[drafter.name] = plan.checkpoints[drafter.source]
+            _check_drafter(serving[name], paths, name)
+            made.append(name)
+    derived = replace(plan, serving=serving, checkpoint_paths=paths, checkpoints=checkpoints)
+    return Derived(derived, made, made, drafters)
+
+
+def _check_drafter(configuration: Configuration, paths: Mapping[str, str], name: str) -> None:
+    speculation = configuration.speculation
+    if speculation is not None and speculation.drafter not in paths:
+        raise CatalogError(
+            f"variant {name}: drafter {speculation.drafter} is not on this host; "
+            "deploy a configuration that uses it first"
+        )
+
+
+def profiler(plan: HostPlan, base: str, name: str) -> dict[str, Any]:
+    """What makes an engine write traces below its unit's cache directory when its profiler is started."""
+    directory = f"{layout.CACHE}/{name}/profile"
+    if plan.environments[plan.serving[base].release].release.engine == "sglang":
+        return {"environment": {"SGLANG_TORCH_PROFILER_DIR": directory}}
+    return {"flags": {"profiler-config": {"profiler": "torch", "torch_profiler_dir": directory}}}
+
+
+def _changed(configuration: Configuration, change: Mapping[str, Any], name: str) -> Configuration:
+    data = _merged(configuration.model_dump(), {"description": f"{configuration.description} ({name})", **change})
+    try:
+        return Configuration.model_validate(data)
+    except ValidationError as error:
+        found = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
+        raise CatalogError(f"variant {name}: {found}") from None
+
+
+def _merged(old: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(old)
+    for key, value in change.items():
+        mine = merged.get(key)
+        both = isinstance(mine, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merged(mine, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _shifted(plan: HostPlan, base: str, variant: str, shift: int) -> ShiftedDrafter:
+    configuration = plan.serving[base]
+    if configuration.speculation is None:
+        raise CatalogError(f"variant {variant} shifts a drafter's layer ids, {base} has no drafter")
+    source = configuration.speculation.drafter
+    name = f"{source}.{variant}"
+    path = f"{plan.data.drafters}/.bench/{name}"
+    return ShiftedDrafter(name, source, path, plan.checkpoint_paths[configuration.target], shift)

@@ -1,0 +1,79 @@
+"""Benchmark: measure serving configurations one after another; results go to the ledger of this repository."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pyinfra import host
+from pyinfra.api import deploy
+from pyinfra.api.exceptions import PyinfraError
+
+from rig import layout
+from rig.bench import ledger
+from rig.bench.collect import to_result
+from rig.bench.sweeps import HostSweep, find_sweep, host_sweep
+from rig.bench.variants import Derived, derive
+from rig.hostplan import HostPlan
+from rig.operations import bench, system
+from rig.operations.files import File, present
+from rig.operations.lock import deploy_lock
+from rig.units import unit_files
+from rig.yaml_source import CatalogError
+
+LEDGER = "KIMI_RIG_LEDGER"
+"""Environment variable: another directory for the ledger."""
+
+
+def asked(plan: HostPlan) -> tuple[Derived, HostSweep]:
+    """What this host is asked to measure, from its data. Raises PyinfraError, naming the host, when it cannot."""
+    name = str(host.data.get("bench_sweep") or "default")
+    wanted = host.data.get("bench_configurations") or list(plan.serving)
+    configurations = wanted.split() if isinstance(wanted, str) else list(wanted)
+    try:
+        sweep = find_sweep(name)
+        derived = derive(plan, sweep, configurations)
+        return derived, host_sweep(derived.plan, name, sweep, derived.names)
+    except CatalogError as error:
+        raise PyinfraError(f"{host.name}: {error}") from None
+
+
+@deploy("Benchmark")
+def benchmark(plan: HostPlan) -> None:
+    derived, sweep = asked(plan)
+    directory = Path(os.environ.get(LEDGER) or ledger.DIRECTORY)
+    name = host.name.removeprefix("@").replace("/", "-")
+
+    def keep(cell: Mapping[str, Any], facts: Any) -> None:
+        try:
+            ledger.append(to_result(cell, sweep, derived, name, facts), directory)
+        except ledger.LedgerError as error:
+            raise PyinfraError(f"{host.name}: {error}; the host keeps its results, run the benchmark again") from None
+
+    deploy_lock(name="Hold the deploy lock")
+    python = next(iter(plan.environments.values())).python
+    bench.generator(
+        name="Build the load generator's environment",
+        ml_env=plan.data.ml_env,
+        python=python,
+        cache=f"{plan.data.ml_env}/.cache",
+    )
+    bench.shifted_drafters(name="Derive drafters", derived=derived)
+    if derived.made:
+        texts = unit_files(derived.plan)
+        units = {layout.unit_name(made) for made in derived.made} | {f"{made}.json" for made in derived.made}
+        files = [File(path, text.encode()) for path, text in texts.items() if Path(path).name in units]
+        present(name="Write units of derived configurations", entries=files)
+        system.units_loaded(name="Load them into systemd", units=[layout.unit_name(made) for made in derived.made])
+    models = sorted({derived.plan.checkpoint_paths[model] for model in _models(derived)})
+    bench.measured(name="Measure", sweep=sweep, models=models, keep=keep)
+    bench.removed(name="Remove derived configurations", derived=derived)
+
+
+def _models(derived: Derived) -> Iterator[str]:
+    for configuration in (derived.plan.serving[name] for name in derived.names):
+        yield configuration.target
+        if configuration.speculation is not None:
+            yield configuration.speculation.drafter
