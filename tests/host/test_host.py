@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import PurePosixPath
 from collections.abc import Sequence
 
 from rig import layout
@@ -124,7 +125,7 @@ def test_unit_is_loaded_as_written(target: Target, configuration: str) -> None:
 def test_no_stray_units(target: Target) -> None:
     listed = run(target.host, f"ls -1 {layout.UNITS}").split()
     strays = {name for name in listed if name.startswith("kimi-") and name.endswith(".service")}
-    strays -= {layout.unit_name(name) for name in target.plan.serving} | {ACS_UNIT, POWER_UNIT}
+    strays -= {PurePosixPath(path).name for path in unit_files(target.plan)} | {ACS_UNIT, POWER_UNIT}
     assert not strays, f"units of no configuration: {', '.join(sorted(strays))}"
 
 
