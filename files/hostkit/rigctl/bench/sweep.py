@@ -33,6 +33,7 @@ IDLE_SECONDS = 60
 # A round's prompts and records at the largest loads; below this the disk is as good as full.
 FREE_BYTES = 200 * 1024**2
 CAUSE_LINES = 5
+SAID_LETTERS = 160
 
 
 class CellFailed(Exception):
@@ -109,7 +110,6 @@ def _put_back(units: list[str]) -> None:
 
 
 def _configuration(plan: Plan, specification: Specification, workloads: list[Workload], progress: Progress) -> None:
-    progress.say(f"{specification.name}: starting")
     engine = Engine(specification, api_key())
     refused: NotAccepted | None = None
     order = 0
@@ -119,6 +119,8 @@ def _configuration(plan: Plan, specification: Specification, workloads: list[Wor
             try:
                 if refused is not None:
                     raise refused
+                if not _active(specification.unit):
+                    progress.say(f"{specification.name}: starting")
                 if _start(specification):
                     order = 0
                     progress.start_seconds.append(time.monotonic() - begun)
@@ -131,7 +133,7 @@ def _configuration(plan: Plan, specification: Specification, workloads: list[Wor
             except CellFailed as error:
                 refused = error if isinstance(error, NotAccepted) else refused
                 result = {"status": "failed", "cause": str(error), "rounds": []}
-                progress.say(f"{specification.name}, {workload.id}: FAILED: {error}")
+                progress.say(f"{specification.name}, {workload.id}: FAILED: {str(error)[:SAID_LETTERS]}")
             _store(plan, specification, workload, result)
             progress.left -= 1
     finally:
@@ -164,13 +166,14 @@ def _cause(specification: Specification) -> str:
     """Why a unit is not well: systemd's result, the supervisor's status, the last words."""
     unit = specification.unit
     lines = subprocess.run(
-        ["journalctl", "-q", "-o", "cat", f"--lines={CAUSE_LINES}", f"_SYSTEMD_UNIT={unit}"],
+        ["journalctl", "-q", "-o", "cat", "--lines=60", f"_SYSTEMD_UNIT={unit}"],
         capture_output=True,
         text=True,
         check=False,
     ).stdout.splitlines()
     state = f"{_property(unit, 'ActiveState')} ({_property(unit, 'Result')})"
-    words = [_property(unit, "StatusText"), *(line.strip()[:200] for line in lines)]
+    last = [line.strip()[:200] for line in lines if "GET /metrics" not in line][-CAUSE_LINES:]
+    words = [_property(unit, "StatusText"), *last]
     return f"{unit} is {state}: " + " | ".join(word for word in words if word)
 
 
