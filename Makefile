@@ -7,7 +7,7 @@ export PYINFRA_PROGRESS ?= off
 override export CMD := $(value CMD)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy verify explain reboot status uninstall bench check test test-drill test-engines test-staging lock format
+.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy verify explain reboot status uninstall bench tour check test test-drill test-engines test-staging lock format
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,9 @@ uninstall: .venv/ready ## INVENTORY=... [YES=1]: remove what the hosts' records 
 bench: .venv/ready ## INVENTORY=... CONFIGS="a b": measure configurations, then report
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/bench.txt
 	@$(BIN)/python -m rig.bench run $(INVENTORY) $(if $(CONFIGS),--configs "$(CONFIGS)") $(if $(SWEEP),--sweep $(SWEEP))
+
+tour: .venv/ready ## plan, a unit and the explanation of an 8-card host from recorded facts: no root, no box
+	@$(BIN)/python -m rig.tour
 
 check: .venv/ready ## lint, types and unit tests; under a minute
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .

@@ -96,7 +96,8 @@ def host(plan: HostPlan) -> None:
         operations.enabled_now(name="Start the host's units, also at boot", units=units)
     why = reboot_reasons(plan, step)
     if why and plan.data.reboot == "yes":
-        operations.may_reboot(name="Look for running engines", names=list(plan.serving))
+        ports = sorted({entry.listen.port for entry in plan.serving.values()})
+        operations.may_reboot(name="Look for running engines", names=list(plan.serving), ports=ports)
         operations.rebooted(name="Reboot", limit_seconds=REBOOT_SECONDS)
         operations.proved(name="Prove the new boot", settings=plan.decision.settings)
     else:

@@ -16,9 +16,11 @@ from rig import layout
 from rig.driver import Action, DriverStep
 from rig.facts.host import HostFacts
 from rig.facts.report import HostReport
+from rig.facts.servers import Servers
 from rig.facts.state import Lines, UnitProperties
 from rig.hostfiles import HostFile
 from rig.live import reboot_pending
+from rig.neighbours import who
 from rig.operations.common import Commands, note, refuse, remember, remember_packages, script
 from rig.preflight import Finding, Severity
 from rig.settings import Setting
@@ -154,8 +156,11 @@ def _mark(why: Sequence[str]) -> StringCommand:
 
 
 @operation()
-def may_reboot(names: Sequence[str]) -> Commands:
-    """Refuses while a serving unit runs: the operator stops it, not a deploy. names: configurations."""
+def may_reboot(names: Sequence[str], ports: Sequence[int] = ()) -> Commands:
+    """Refuses while a serving unit or a server that is not ours runs: the operator stops it, not a deploy.
+
+    names: configurations. ports: theirs; whoever listens there, or holds a GPU, serves.
+    """
     units = [layout.unit_name(name) for name in names]
     known = host.get_fact(UnitProperties, units=units) if units else {}
     running = [
@@ -163,6 +168,11 @@ def may_reboot(names: Sequence[str]) -> Commands:
     ]
     if running:
         yield from refuse(f"{', '.join(running)} runs: `systemctl stop` it, then deploy again to reboot")
+        return
+    servers = host.get_fact(Servers, ports=list(ports))
+    strangers = [who(server) for server in servers if server.pid and not server.ours]
+    if strangers:
+        yield from refuse(f"{'; '.join(strangers)} serves here and is not ours: end it, then deploy again to reboot")
         return
     host.noop("no serving unit runs")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import PurePosixPath
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 
 from rig import layout
 from rig.catalog import ROOT, GeneratorSource

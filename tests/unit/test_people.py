@@ -1,0 +1,176 @@
+"""What operators are told: servers that are not ours, the status of hosts, how to talk to one, the tour."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rig import status, tour
+from rig.catalog import ROOT
+from rig.connect import talk_lines
+from rig.converge import inventory_hosts
+from rig.facts.servers import Server, Servers
+from rig.hostplan import HostPlan, host_plan
+from rig.neighbours import interruptions
+from rig.operations.hostkit import hostkit_path
+from rig.receipt import receipt_items
+from rig.settings import HostSettings
+
+DATA: dict[str, Any] = {
+    "ml_env": "/opt/kimi-rig/env",
+    "models": "/shared",
+    "drafters": "/data/eagle3",
+    "base_packages": ["rsync"],
+    "service_user": "kimi",
+    "configurations": ["sglang-base"],
+}
+BY_HAND = "listens|0.0.0.0:8000|4711|root||python3 -m sglang.launch_server --port 8000"
+MODELS = 'models|0.0.0.0:8000|{"data": [{"id": "a|b"}]}'
+
+
+def plan(**more: Any) -> HostPlan:
+    return host_plan({**DATA, **more}, "ubuntu-24.04", HostSettings())
+
+
+def test_servers_are_read() -> None:
+    own = "listens|127.0.0.1:8000|12|kimi|kimi-sglang-base.service|rigctl serve"
+    found = Servers().process([BY_HAND, MODELS, own, "models|127.0.0.1:8000|", "gpu||99|bob|session.service|train"])
+    assert found == [
+        Server("0.0.0.0:8000", 4711, "root", "", "python3 -m sglang.launch_server --port 8000", ("a|b",)),
+        Server("127.0.0.1:8000", 12, "kimi", "kimi-sglang-base.service", "rigctl serve"),
+        Server("", 99, "bob", "session.service", "train"),
+    ]
+    assert [server.ours for server in found] == [False, True, False]
+
+
+def test_this_machines_listeners_are_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        result = subprocess.run(["sh", "-c", Servers().command([port])], capture_output=True, text=True, check=True)
+    [found] = Servers().process(result.stdout.splitlines())
+    assert (found.address, found.models) == (f"127.0.0.1:{port}", ())
+
+
+def test_a_server_by_hand_is_named_with_what_changes_for_its_clients() -> None:
+    servers = Servers().process([BY_HAND, MODELS])
+    interrupted, clients = interruptions(plan(), servers)
+    assert (
+        "process 4711 (python3 -m sglang.launch_server --port 8000; user root) listens on 0.0.0.0:8000" in interrupted
+    )
+    assert "kimi-sglang-base.service cannot start until you end it" in interrupted
+    assert "address 127.0.0.1:8000 (this host only); no API key is asked for" in clients
+    assert "model /shared/kimi-k2.5-int4 (now: a|b)" in clients
+    with_boot = interruptions(plan(enable_at_boot="sglang-base", api_key_file="/k"), servers)
+    assert "an API key is needed" in with_boot[1]
+    assert with_boot[2] == "kimi-sglang-base.service is to start at boot: after the next boot it is what serves"
+
+
+def test_ours_and_other_ports_are_not_told() -> None:
+    ours = Server("127.0.0.1:8000", 1, "kimi", "kimi-sglang-base.service", "")
+    other = Server("127.0.0.1:9000", 2, "root", "", "")
+    assert interruptions(plan(), [ours, other]) == []
+    assert "holds a GPU" in interruptions(plan(), [Server("", 3, "bob", "", "train")])[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "lines"),
+    [
+        (
+            "kimi-1",
+            {"ssh_user": "ubuntu", "_sudo": True, "ssh_port": 2200, "ssh_key": "/my keys/k", "api_key_file": "~/key"},
+            [
+                "ssh -p 2200 -i '/my keys/k' ubuntu@kimi-1 'sudo systemctl start kimi-sglang-base.service'",
+                "ssh -N -L 8000:127.0.0.1:8000 -p 2200 -i '/my keys/k' ubuntu@kimi-1 &",
+                "-H @<(sed 's/^/Authorization: Bearer /' ~/key)",
+            ],
+        ),
+        (
+            "@local",
+            {},
+            ["systemctl start kimi-sglang-base.service", "curl -sS http://127.0.0.1:8000/v1/chat/completions"],
+        ),
+        ("kimi-2", {"configurations": []}, []),
+    ],
+)
+def test_how_to_talk_to_a_host(name: str, data: dict[str, Any], lines: list[str]) -> None:
+    found = talk_lines(name, {**DATA, **data})
+    assert len(found) == len(lines)
+    assert all(part in line for part, line in zip(lines, found, strict=True)), found
+
+
+def answer(receipt: Any, *, rows: Any = (), pending: str = "", missing: str = "", digest: str = "d") -> str:
+    specification = json.dumps({"name": "sglang-base", "digest": digest})
+    return (
+        f"\n== system\nubuntu-24.04\n\n== receipt\n{json.dumps(receipt)}\n\n== rigctl\n{json.dumps(list(rows))}\n"
+        f"\n== pending\n{pending}\n\n== specifications\n{specification}{specification}\n\n== missing\n{missing}\n"
+    )
+
+
+@pytest.fixture
+def receipt() -> dict[str, Any]:
+    items = receipt_items(plan(), hostkit_path())
+    dated = {key: {**item, "since": "2026-11-29"} for key, item in items.items()}
+    dated["unit/kimi-sglang-base.service"]["digest"] = "d"
+    return {"version": "abc", "at": "2026-11-29T10:00:00", "items": dated}
+
+
+def test_status_of_a_host_that_serves(receipt: dict[str, Any]) -> None:
+    row = {
+        "name": "sglang-base",
+        "state": "active",
+        "release": "sglang-0.5.9",
+        "accepted_at": 1_764_410_400,
+        "acceptance_length": 2.256,
+        "stale": False,
+    }
+    found = status.read_status("kimi-1", DATA, answer(receipt, rows=[{"state": "inactive"}, row]))
+    assert found.line() == (
+        "kimi-1: sglang-base active (sglang-0.5.9), accepted since 2025-11-29 10:00 UTC, acceptance length 2.26, "
+        "drift: none, reboot pending: no"
+    )
+
+
+def test_status_names_drift_and_a_pending_reboot(receipt: dict[str, Any]) -> None:
+    receipt["items"]["hostkit"]["path"] = "/opt/kimi-rig/hostkit/old"
+    text = answer(receipt, pending="kernel arguments", missing="/usr/local/bin/rigctl", digest="other")
+    found = status.read_status("kimi-1", DATA, text)
+    assert found.drift == [
+        "a deploy would change hostkit, unit/kimi-sglang-base.service",
+        "/usr/local/bin/rigctl is missing",
+    ]
+    assert found.line().endswith("reboot pending: kernel arguments")
+
+
+def test_status_of_a_bare_host() -> None:
+    assert (
+        status.read_status("kimi-1", DATA, "\n== system\ndebian-12\n\n== receipt\n").line()
+        == "kimi-1: nothing is deployed"
+    )
+
+
+def test_a_host_that_cannot_be_reached_is_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "group_data").symlink_to(ROOT / "inventory" / "group_data")
+    inventory = tmp_path / "gone.py"
+    inventory.write_text('gpu = [("gone", {"ssh_hostname": "127.0.0.1", "ssh_port": 9})]\n')
+    assert status.main([str(inventory), "--json"]) == 1
+    [row] = json.loads(capsys.readouterr().out)
+    assert (row["host"], row["reached"]) == ("gone", False)
+    assert "refused" in row["trouble"]
+
+
+def test_the_tour_shows_plan_unit_reasons_and_how_to_talk(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tour.main([]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"@fake/turin: \d+ operations would change it", text)
+    assert "refused" not in text
+    assert "/shared/kimi-k2.5-int4: is staged from moonshotai/Kimi-K2.5" in text
+    assert "ExecStart=/opt/kimi-rig/hostkit/current/bin/rigctl serve" in text
+    assert "kernel_argument.iommu = off" in text
+    assert "ssh -N -L 8000:127.0.0.1:8000 turin.example.com &" in text
+    assert [host["name"] for host in inventory_hosts(tour.INVENTORY)] == ["@fake/turin"]
