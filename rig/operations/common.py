@@ -90,6 +90,7 @@ def script(*lines: str, content: bytes | None = None) -> StringCommand:
     """A remote sh script that stops at its first failing line; `content` arrives on its standard input in base64.
 
     It outlives a killed deploy, so it holds a shared lock for which the next deploy waits (rig/operations/lock.py).
+    A line that may start a daemon closes descriptor 8, or the daemon would hold the lock.
     """
     # sudo keeps the umask of the login (sudoers(5), umask), which is 077 on many a rented host.
     alone = [f"mkdir -p {layout.RUNTIME}", f"exec 8>>{layout.AT_WORK}", "flock -s 8"]

@@ -72,7 +72,7 @@ def driver(step: DriverStep, packages: Sequence[str], keyring: Sequence[str]) ->
         f"apt-mark unhold {names} >/dev/null 2>&1 || true",
         # Not those that the operator has: they are upgraded, and stay at an uninstall.
         remember_packages(packages, '"linux-headers-$(uname -r)"'),
-        f'{APT} install --no-install-recommends "linux-headers-$(uname -r)" {names} >/dev/null',
+        f'{APT} install --no-install-recommends "linux-headers-$(uname -r)" {names} >/dev/null 8>&-',
         f"apt-mark hold {names} >/dev/null",
         # A card that nouveau holds is given up at the next boot only.
         "modprobe nvidia && modprobe nvidia_uvm || "

@@ -29,7 +29,7 @@ def packages(names: Sequence[str]) -> Commands:
         "dpkg --configure -a >/dev/null",
         f"{apt} update >/dev/null",
         remember_packages(missing),
-        f"{apt} install --no-install-recommends {quoted} >/dev/null",
+        f"{apt} install --no-install-recommends {quoted} >/dev/null 8>&-",
     )
 
 
