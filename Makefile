@@ -7,7 +7,7 @@ export PYINFRA_PROGRESS ?= off
 override export CMD := $(value CMD)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy verify explain reboot status uninstall bench tour check test test-drill test-engines test-staging lock format
+.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy verify explain reboot status uninstall bench tour check test test-drill test-engines test-bench test-staging lock format
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,7 +65,7 @@ tour: .venv/ready ## plan, a unit and the explanation of an 8-card host from rec
 
 check: .venv/ready ## lint, types and unit tests; under a minute
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
-	@$(BIN)/mypy --no-error-summary rig tasks files/hostkit/rigctl inventory config.py deploy.py tests
+	@$(BIN)/mypy --no-error-summary rig tasks files/hostkit/rigctl inventory config.py deploy.py benchmark.py tests
 	@$(BIN)/python -m pytest -q -n 2 tests/unit
 
 test: check ## everything CI runs: check, then the box from bare to a served answer
@@ -76,6 +76,10 @@ test-drill: .venv/ready ## faults of units, adoption and interrupted deploys, on
 
 test-engines: .venv/ready ## the real CUDA wheels, patched and asked, without a GPU (50 GB, an hour)
 	@$(BIN)/python -m pytest -q tests/engines
+
+test-bench: .venv/ready ## the report in a real Chromium (apt-get install chromium)
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/bench.txt
+	@$(BIN)/python -m pytest -q tests/browser
 
 test-staging: .venv/ready ## staging of 64 shards, 4 GiB, with every fault (25 minutes)
 	@STAGING_SHARD_BYTES=67108864 $(BIN)/python -m pytest -q tests/staging
@@ -88,4 +92,6 @@ LOCK := $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-ha
 lock: .venv/ready ## write the lock files anew from pyproject.toml and requirements.in
 	@$(LOCK) pyproject.toml --extra dev -o requirements/control.txt
 	@$(LOCK) files/hostkit/requirements.in -o files/hostkit/requirements.txt
+	@$(LOCK) -c requirements/control.txt requirements/bench.in -o requirements/bench.txt
+	@$(LOCK) --no-build files/bench/requirements.in -o files/bench/requirements.txt
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m rig.locks
