@@ -77,7 +77,9 @@ def test_a_login_that_is_not_root_and_does_not_say_sudo_is_refused(bare_sudo_box
 
 def test_plan_and_verification(sudo_box: DeployBox, key: Path) -> None:
     plan = sudo_box.plan(*with_key(key))
-    assert (plan.returncode, plan.stdout) == (0, "sandbox-sudo: nothing to do\n"), plan.stdout + plan.stderr
+    assert plan.returncode == 0, plan.stdout + plan.stderr
+    # Another box on this computer may serve on the same port: told as a note.
+    assert plan.stdout.splitlines()[0] == "sandbox-sudo: nothing to do"
 
 
 def test_receipts_are_equal_but_for_times(root_box: DeployBox, sudo_box: DeployBox) -> None:
