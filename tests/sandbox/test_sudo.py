@@ -20,7 +20,8 @@ TIME = re.compile(r'"(since|at)": "[^"]*"')
 # All that we make, but for what a package manager's or an engine's caches hold.
 # Older versions of rigctl may lie beside the current one.
 RIGCTL = f"{layout.HOSTKIT}/current/ $(readlink -f {layout.HOSTKIT}/current/venv)/"
-OURS = f"/opt/kimi-rig/env {RIGCTL} {layout.ETC} {layout.STATE} {layout.UNITS} {layout.RIGCTL_LINK} /etc/sysusers.d /shared /data"
+OURS = f"/opt/kimi-rig/env {RIGCTL} {layout.ETC} {layout.STATE} {layout.UNITS} {layout.RIGCTL_LINK} "
+OURS += "/etc/sysusers.d /shared /data"
 LISTING = f"sudo find {OURS} -path '*/env/.cache/*' -prune -o -printf '%p %y %u %g %m %l\\n' | LC_ALL=C sort"
 
 
