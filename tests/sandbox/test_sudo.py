@@ -18,7 +18,10 @@ from tests.sandbox.conftest import DeployBox
 SUDOERS = "etc/sudoers.d/90-kimi-rig"
 TIME = re.compile(r'"(since|at)": "[^"]*"')
 # All that we make, but for what a package manager's or an engine's caches hold.
-OURS = f"/opt/kimi-rig {layout.ETC} {layout.STATE} {layout.UNITS} {layout.RIGCTL_LINK} /etc/sysusers.d /shared /data"
+# Older versions of rigctl may lie beside the current one.
+RIGCTL = f"{layout.HOSTKIT}/current/ $(readlink -f {layout.HOSTKIT}/current/venv)/"
+OURS = f"/opt/kimi-rig/env {RIGCTL} {layout.ETC} {layout.STATE} {layout.UNITS} {layout.RIGCTL_LINK} "
+OURS += "/etc/sysusers.d /shared /data"
 LISTING = f"sudo find {OURS} -path '*/env/.cache/*' -prune -o -printf '%p %y %u %g %m %l\\n' | LC_ALL=C sort"
 
 
@@ -77,7 +80,9 @@ def test_a_login_that_is_not_root_and_does_not_say_sudo_is_refused(bare_sudo_box
 
 def test_plan_and_verification(sudo_box: DeployBox, key: Path) -> None:
     plan = sudo_box.plan(*with_key(key))
-    assert (plan.returncode, plan.stdout) == (0, "sandbox-sudo: nothing to do\n"), plan.stdout + plan.stderr
+    assert plan.returncode == 0, plan.stdout + plan.stderr
+    # Another box on this computer may serve on the same port: told as a note.
+    assert plan.stdout.splitlines()[0] == "sandbox-sudo: nothing to do"
 
 
 def test_receipts_are_equal_but_for_times(root_box: DeployBox, sudo_box: DeployBox) -> None:
