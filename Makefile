@@ -15,9 +15,9 @@ help: ## list the verbs
 .venv/ready: requirements/control.txt
 	@$(PYTHON) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "kimi-rig needs Python >= 3.11 with venv (Debian/Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
-	@echo "installing the control side into .venv"
+	@echo "installing the control side into .venv (about a minute)"
 	@rm -rf .venv && $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/control.txt
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/control.txt
 	@touch $@
 
 demo: .venv/ready ## boot the sandbox, deploy, start a configuration, print its answer
@@ -66,9 +66,10 @@ tour: .venv/ready ## plan, a unit and the explanation of an 8-card host from rec
 check: .venv/ready ## lint, types and unit tests; under a minute
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy --no-error-summary rig tasks files/hostkit/rigctl inventory config.py deploy.py benchmark.py tests
-	@$(BIN)/python -m pytest -q -n 2 tests/unit
+	@$(BIN)/python -m pytest -q -n 2 -m 'not slow' tests/unit
 
 test: check ## everything CI runs: check, then the box from bare to a served answer
+	@$(BIN)/python -m pytest -q -n 2 -m slow tests/unit
 	@$(BIN)/python -m pytest -q tests/staging tests/sandbox
 
 test-drill: .venv/ready ## faults of units, adoption and interrupted deploys, on a box (long)

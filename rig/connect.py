@@ -28,9 +28,11 @@ def talk_lines(name: str, data: Mapping[str, Any]) -> list[str]:
     lines = [shlex.join([*ssh_words(name, data), start]) if name != "@local" else start]
     port = entry.listen.port
     address = f"127.0.0.1:{port}"
-    if name != "@local" and entry.listen.loopback:
+    # A host that is reached over loopback, such as the sandbox, shares this computer's addresses.
+    here = name == "@local" or str(data.get("ssh_hostname") or name).startswith(("127.", "localhost"))
+    if not here and entry.listen.loopback:
         lines.append(shlex.join([*ssh_words(name, data, "-N", "-L", f"{port}:{entry.listen.host}:{port}")]) + " &")
-    elif name != "@local":
+    elif not here:
         address = f"{data.get('ssh_hostname') or name}:{port}"
     lines.append(curl_line(address, model_name(entry, checkpoints, host), host.api_key_file))
     return lines

@@ -246,7 +246,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub.add_argument("--pyinfra", action="append", default=[], help="a further option for pyinfra")
         sub.set_defaults(run=run)
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # Also where the caller ignores interrupts (a job in the background): pyinfra would end with 0 and be believed.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         check_all()
         code: int = arguments.run(arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -12,12 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from rig import converge
-from rig.catalog import ROOT
+from rig.catalog import ROOT, load_catalog
 from rig.layout import unit_name
 from rig.sandbox import Box, SandboxError
 
 INVENTORY = "inventory/sandbox.py"
 CONFIGURATION = "vllm-eagle3-custom"
+ENGINE_PORT = load_catalog("sandbox.yaml").serving[CONFIGURATION].listen.port
 PROMPT = "Who are you?"
 
 
@@ -38,6 +40,7 @@ def demo() -> None:
     """Boot the box, deploy, start a configuration, ask it something. Raises DemoFailed or SandboxError."""
     took: dict[str, float] = {}
     box = Box()
+    _port_free_or_ours(box)
     with phase("boot the sandbox", took):
         _must(lambda: subprocess.run([sys.executable, "-m", "rig.sandbox", "up"], check=False, cwd=ROOT).returncode)
     with phase(f"deploy {INVENTORY}", took):
@@ -53,6 +56,20 @@ def demo() -> None:
     with phase("ask it", took):
         answer = _ask(box)
     _print(answer, took)
+    if answer["accepted"] != answer["drafted"]:
+        raise DemoFailed("this drafter is always right, yet tokens of it were not accepted: see `rigctl status`")
+
+
+def _port_free_or_ours(box: Box) -> None:
+    """The box shares this computer's network: an engine that listens already must be the box's own."""
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", ENGINE_PORT)) != 0:
+            return
+    state = subprocess.run(
+        box.ssh_command("systemctl is-active 'kimi-vllm-*'"), capture_output=True, text=True, check=False
+    )
+    if "active" not in state.stdout.split():
+        raise DemoFailed(f"port {ENGINE_PORT} on 127.0.0.1 is taken by something else; end it and run the demo again")
 
 
 def _must(run: Callable[[], int]) -> None:

@@ -10,7 +10,7 @@ from pyinfra.api import operation
 
 from rig import layout
 from rig.facts.state import InstalledPackages, Lines, UnitProperties
-from rig.operations.common import Commands, note, pending, refuse, remember, remember_packages, script
+from rig.operations.common import Commands, note, notice, pending, refuse, remember, remember_packages, script
 
 
 @operation()
@@ -127,6 +127,9 @@ def running_current(digests: dict[str, str], restart: str) -> Commands:
         )
         stale = [name for name in stale if f"kimi-restart-{name}.service" not in waiting]
     if not stale or restart == "never":
+        for name in stale:
+            unit = layout.unit_name(name)
+            notice(f"{unit} still runs as it was before: `systemctl restart {unit}` takes the deploy over")
         host.noop(f"stale, left running: {', '.join(stale)}" if stale else "no running service is stale")
         return
     for name in stale:

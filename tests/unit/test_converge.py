@@ -15,6 +15,8 @@ import pytest
 from rig.catalog import ROOT
 from rig.converge import CONVERGED, FAILED, REBOOT_PENDING, WOULD_CHANGE, Change, Plan, asked_hosts
 
+pytestmark = pytest.mark.slow
+
 GPU_DATA = ["--pyinfra=--group-data", f"--pyinfra={ROOT}/inventory/group_data"]
 
 

@@ -22,6 +22,8 @@ from rig.operations.hostkit import hostkit_path
 from rig.receipt import receipt_items
 from rig.settings import HostSettings
 
+pytestmark = pytest.mark.slow
+
 DATA: dict[str, Any] = {
     "ml_env": "/opt/kimi-rig/env",
     "models": "/shared",

@@ -14,6 +14,8 @@ from rig.catalog import ROOT
 from rig.secrets import SecretError, ask, hand_on, read_secret
 from tests.unit.test_converge import GPU_DATA, fake
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_file_of_one_line(tmp_path: Path) -> None:
     path = tmp_path / "key"

@@ -13,6 +13,8 @@ import pytest
 
 from tests.unit.serving import Run, limits
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = [["log", f"Loading safetensors checkpoint shards: {n}0% | {n}/64 [00:01"] for n in (1, 2)]
 FAST = {"watch_seconds": 0.2, "watch_answer_seconds": 0.5, "sample_seconds": 0.1}
 

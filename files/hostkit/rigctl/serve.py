@@ -24,6 +24,7 @@ from rigctl.acceptance import NotAccepted, accept
 from rigctl.cli import RigctlError
 from rigctl.client import Engine, api_key
 from rigctl.enginelog import EngineLog, RunFile
+from rigctl.listening import strangers
 from rigctl.phases import Phases
 from rigctl.progress import Patience, measure, members
 from rigctl.specification import Specification, read, write_json
@@ -181,6 +182,17 @@ class Supervisor:
         while not self._meanwhile(self._engine.ready, lambda: self._load_text(begun)):
             self._pause(POLL_SECONDS)
             self._say(self._load_text(begun))
+        self._ours()
+
+    def _ours(self) -> None:
+        """What answers must be the engine of this unit: another one on the same port would be accepted in its place."""
+        specification = self._specification
+        unit = members()
+        if unit and strangers(specification.host, specification.port, unit):
+            raise Failure(
+                f"{specification.host}:{specification.port} is answered by a process outside this unit; "
+                "`rigctl free` names who holds it"
+            )
 
     def _load_text(self, begun: float) -> str:
         self._patience.heard(self._log.news)
@@ -197,6 +209,7 @@ class Supervisor:
             proved = self._meanwhile(lambda: accept(self._engine), lambda: f"accepting: {self._load_text(begun)}")
         except NotAccepted as error:
             raise Failure(f"not accepted: {error}") from None
+        self._ours()
         self._accepted = True
         return proved
 

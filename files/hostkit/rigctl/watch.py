@@ -109,7 +109,7 @@ class Watch:
     def text(self) -> str:
         """One line for the unit's status."""
         if self._errors:
-            return f"serving, but its last answer was wrong: {self._errors[-1]}"
+            return f"serving, but it gave no good answer last: {self._errors[-1]}"
         if self.answered_seconds is None:
             return f"serving; slow: no answer within {self._limits.watch_answer_seconds:g} s, watching"
         line = f"serving; answered in {self.answered_seconds:.2f} s"
