@@ -60,17 +60,17 @@ def installed() -> Commands:
         return
     note(f"hostkit {path.rpartition('/')[2]} is installed")
     if "complete" not in state:
-        # A half-made one is made anew: `complete` is written last.
+        unit = f"kimi-job-hostkit-{path.rpartition('/')[2]}"
+        # A half-made one is made anew: `complete` is written last. Not under a job that is at work in it.
+        unpack = f"rm -rf {path}; mkdir -p {path}; base64 -d | tar -xz --no-same-owner -C {path}"
         yield script(
             remember("tree", layout.HOSTKIT),
-            f"rm -rf {path}",
-            f"mkdir -p {path}",
-            f"base64 -d | tar -xz --no-same-owner -C {path}",
+            f"systemctl is-active -q {unit} || {{ {unpack}; }}",
             content=hostkit_archive(),
         )
         yield from jobs.run(
             jobs.LongJob(
-                unit=f"kimi-job-hostkit-{path.rpartition('/')[2]}",
+                unit=unit,
                 argv=["sh", f"{path}/install.sh", path],
                 proof=proof,
                 limit_seconds=1200,
