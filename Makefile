@@ -12,6 +12,11 @@ override export CMD := $(value CMD)
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+# Says within seconds why a machine will not do, before anything is installed.
+.PHONY: supported
+supported:
+	@$(PYTHON) -m rig.machine_check
+
 .venv/ready: requirements/control.txt
 	@$(PYTHON) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "kimi-rig needs Python >= 3.11 with venv (Debian/Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
@@ -20,10 +25,10 @@ help: ## list the verbs
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/control.txt
 	@touch $@
 
-demo: .venv/ready ## boot the sandbox, deploy, start a configuration, print its answer
+demo: supported .venv/ready ## boot the sandbox, deploy, start a configuration, print its answer
 	@$(BIN)/python -m rig.demo
 
-sandbox: .venv/ready ## make and boot the box on this machine
+sandbox: supported .venv/ready ## make and boot the box on this machine
 	@$(BIN)/python -m rig.sandbox up
 
 sandbox-stop: .venv/ready ## shut the box down
@@ -50,8 +55,8 @@ explain: .venv/ready ## INVENTORY=... [FORMAT=json]: host facts, every setting, 
 reboot: .venv/ready ## INVENTORY=...: deploy, and reboot where boot-time settings wait for it
 	@$(BIN)/python -m rig.converge deploy $(INVENTORY) --pyinfra=--data --pyinfra=reboot=yes $(if $(LIMIT),--limit '$(LIMIT)')
 
-status: .venv/ready ## INVENTORY=...: one line a host
-	@$(BIN)/python -m rig.status $(INVENTORY) $(if $(LIMIT),--limit '$(LIMIT)')
+status: .venv/ready ## INVENTORY=... [JSON=1]: one line a host
+	@$(BIN)/python -m rig.status $(INVENTORY) $(if $(LIMIT),--limit '$(LIMIT)') $(if $(JSON),--json)
 
 uninstall: .venv/ready ## INVENTORY=... [YES=1]: remove what the hosts' records list, nothing else
 	@$(BIN)/python -m rig.uninstall $(INVENTORY) $(if $(LIMIT),--limit '$(LIMIT)') $(if $(YES),--yes)
