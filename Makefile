@@ -49,8 +49,8 @@ deploy: .venv/ready ## INVENTORY=... [LIMIT=host]: converge (0 converged, 3 rebo
 verify: .venv/ready ## INVENTORY=...: prove the live hosts
 	@$(BIN)/python -m pytest -q tests/host --inventory "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
 
-explain: .venv/ready ## INVENTORY=... [FORMAT=json]: host facts, every setting, why and from where
-	@$(BIN)/python -m rig.explain_command "$$INVENTORY" $${FORMAT:+--format="$$FORMAT"}
+explain: .venv/ready ## INVENTORY=... [LIMIT=host] [FORMAT=json]: host facts, every setting, why and from where
+	@$(BIN)/python -m rig.explain_command "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${FORMAT:+--format="$$FORMAT"}
 
 reboot: .venv/ready ## INVENTORY=...: deploy, and reboot where boot-time settings wait for it
 	@$(BIN)/python -m rig.converge deploy "$$INVENTORY" --pyinfra=--data --pyinfra=reboot=yes $${LIMIT:+--limit="$$LIMIT"}
@@ -63,7 +63,7 @@ uninstall: .venv/ready ## INVENTORY=... [YES=1]: remove what the hosts' records 
 
 bench: .venv/ready ## INVENTORY=... CONFIGS="a b": measure configurations, then report
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/bench.txt
-	@$(BIN)/python -m rig.bench run "$$INVENTORY" $${CONFIGS:+--configs="$$CONFIGS"} $${SWEEP:+--sweep="$$SWEEP"}
+	@$(BIN)/python -m rig.bench run "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${CONFIGS:+--configs="$$CONFIGS"} $${SWEEP:+--sweep="$$SWEEP"}
 
 tour: .venv/ready ## plan, a unit and the explanation of an 8-card host from recorded facts: no root, no box
 	@$(BIN)/python -m rig.tour

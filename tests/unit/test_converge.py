@@ -100,9 +100,10 @@ def test_a_plan_that_cannot_be_kept_is_told(tmp_path: Path) -> None:
     assert "@fake/one: " in result.stdout
 
 
+@pytest.mark.parametrize("verb", ["plan", "explain"])
 @pytest.mark.parametrize("limit", ["--help", """it's a$b "c`d'; exit 0; echo '"""])
-def test_make_hands_on_what_is_typed(limit: str) -> None:
-    command = ["make", "-o", ".venv/ready", f"BIN={Path(sys.executable).parent}", "plan", f"LIMIT={limit}"]
+def test_make_hands_on_what_is_typed(verb: str, limit: str) -> None:
+    command = ["make", "-o", ".venv/ready", f"BIN={Path(sys.executable).parent}", verb, f"LIMIT={limit}"]
     environment = {**os.environ, "MAKEFLAGS": ""}
     result = subprocess.run(
         [*command, "INVENTORY=inventory/tour.py"],
