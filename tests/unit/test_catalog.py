@@ -219,7 +219,7 @@ def test_a_mapping_of_another_kind_replaces_the_old_one(tmp_path: Path) -> None:
     assert str(merged.place(("n", "y"))) == f"{tmp_path}/b.yaml:2"
 
 
-@pytest.mark.parametrize("command", ["plan", "deploy", "pyinfra", "verify"])
+@pytest.mark.parametrize("command", ["plan", "deploy", "pyinfra", "verify", "status", "explain"])
 def test_every_command_ends_before_any_host_is_touched(tmp_path: Path, command: str) -> None:
     repository = tmp_path / "repository"
     kept = shutil.ignore_patterns(".*", "wt", "docs", "__pycache__")
@@ -231,6 +231,8 @@ def test_every_command_ends_before_any_host_is_touched(tmp_path: Path, command: 
     arguments = {
         "pyinfra": ["-m", "pyinfra", "inventory/nowhere.py", "deploy.py", "-y"],
         "verify": ["-m", "pytest", "-q", "tests/host", "--inventory", "inventory/nowhere.py"],
+        "status": ["-m", "rig.status", "inventory/nowhere.py"],
+        "explain": ["-m", "rig.explain_command", "inventory/nowhere.py"],
     }.get(command, ["-m", "rig.converge", command, "inventory/nowhere.py"])
     result = subprocess.run(
         [sys.executable, *arguments], cwd=repository, capture_output=True, text=True, check=False, timeout=30
