@@ -3,8 +3,13 @@ INVENTORY ?= inventory/sandbox.py
 PYTHON ?= python3
 BIN := .venv/bin
 export PYINFRA_PROGRESS ?= off
-# As typed: quotes, pipes and $ of CMD reach the box.
+# As typed: quotes, blanks, pipes and $ reach the program, never the shell's or make's own syntax.
 override export CMD := $(value CMD)
+override export INVENTORY := $(value INVENTORY)
+override export LIMIT := $(value LIMIT)
+override export FORMAT := $(value FORMAT)
+override export CONFIGS := $(value CONFIGS)
+override export SWEEP := $(value SWEEP)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy verify explain reboot status uninstall bench tour check test test-drill test-engines test-bench test-staging lock format
@@ -41,29 +46,29 @@ sandbox-ssh: .venv/ready ## CMD="...": run a command in the box
 	@$(BIN)/python -m rig.sandbox ssh "$$CMD"
 
 plan: .venv/ready ## INVENTORY=... [LIMIT=host]: what a deploy would change (0 nothing, 2 something, 1 failed)
-	@$(BIN)/python -m rig.converge plan $(INVENTORY) $(if $(LIMIT),--limit '$(LIMIT)')
+	@$(BIN)/python -m rig.converge plan "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
 
 deploy: .venv/ready ## INVENTORY=... [LIMIT=host]: converge (0 converged, 3 reboot pending, 1 failed)
-	@$(BIN)/python -m rig.converge deploy $(INVENTORY) $(if $(LIMIT),--limit '$(LIMIT)')
+	@$(BIN)/python -m rig.converge deploy "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
 
 verify: .venv/ready ## INVENTORY=...: prove the live hosts
-	@$(BIN)/python -m pytest -q tests/host --inventory $(INVENTORY) $(if $(LIMIT),--limit '$(LIMIT)')
+	@$(BIN)/python -m pytest -q tests/host --inventory "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
 
-explain: .venv/ready ## INVENTORY=... [FORMAT=json]: host facts, every setting, why and from where
-	@$(BIN)/python -m rig.explain_command $(INVENTORY) $(if $(FORMAT),--format $(FORMAT))
+explain: .venv/ready ## INVENTORY=... [LIMIT=host] [FORMAT=json]: host facts, every setting, why and from where
+	@$(BIN)/python -m rig.explain_command "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${FORMAT:+--format="$$FORMAT"}
 
 reboot: .venv/ready ## INVENTORY=...: deploy, and reboot where boot-time settings wait for it
-	@$(BIN)/python -m rig.converge deploy $(INVENTORY) --pyinfra=--data --pyinfra=reboot=yes $(if $(LIMIT),--limit '$(LIMIT)')
+	@$(BIN)/python -m rig.converge deploy "$$INVENTORY" --pyinfra=--data --pyinfra=reboot=yes $${LIMIT:+--limit="$$LIMIT"}
 
 status: .venv/ready ## INVENTORY=... [JSON=1]: one line a host
-	@$(BIN)/python -m rig.status $(INVENTORY) $(if $(LIMIT),--limit '$(LIMIT)') $(if $(JSON),--json)
+	@$(BIN)/python -m rig.status "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $(if $(JSON),--json)
 
 uninstall: .venv/ready ## INVENTORY=... [YES=1]: remove what the hosts' records list, nothing else
-	@$(BIN)/python -m rig.uninstall $(INVENTORY) $(if $(LIMIT),--limit '$(LIMIT)') $(if $(YES),--yes)
+	@$(BIN)/python -m rig.uninstall "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $(if $(YES),--yes)
 
 bench: .venv/ready ## INVENTORY=... CONFIGS="a b": measure configurations, then report
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/bench.txt
-	@$(BIN)/python -m rig.bench run $(INVENTORY) $(if $(CONFIGS),--configs "$(CONFIGS)") $(if $(SWEEP),--sweep $(SWEEP))
+	@$(BIN)/python -m rig.bench run "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${CONFIGS:+--configs="$$CONFIGS"} $${SWEEP:+--sweep="$$SWEEP"}
 
 tour: .venv/ready ## plan, a unit and the explanation of an 8-card host from recorded facts: no root, no box
 	@$(BIN)/python -m rig.tour

@@ -5,6 +5,9 @@ Pure but for reading the files. Every wrong entry raises CatalogError with one l
 
 from __future__ import annotations
 
+import ipaddress
+import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
 from rig.yaml_source import CatalogError, Document, load
 
@@ -27,10 +30,73 @@ NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")
 Port = Annotated[int, Field(ge=1024, le=65535)]
 Text = Annotated[str, StringConstraints(min_length=1)]
 Digest = Annotated[str, StringConstraints(pattern=r"[0-9a-f]{64}")]
-Network = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F.:]+/\d{1,3}$")]
 Flag = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Z_][A-Z0-9_]*$")]
+Package = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9+.-]*$")]
+Dotted = Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)*$")]
 FlagValue = bool | int | float | str | list[str] | dict[str, Any]
+
+# What says the same elsewhere in an entry, where it is checked; a key in argv or a unit file is one that all can read.
+OWN_KEYS = {
+    "host": "`listen`",
+    "port": "`listen`",
+    "model": "`target`",
+    "model-path": "`target`",
+    "served-model-name": "`served_model_name`",
+    **dict.fromkeys(("api-key", "admin-api-key", "VLLM_API_KEY"), "the host's api_key_file"),
+    **dict.fromkeys(("hf-token", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"), "the host's hub_token_file"),
+}
+
+# Units and run-time files of ours that a configuration's would meet (rig/layout.py, rig/settings.py).
+TAKEN = re.compile(r"acs|power-limit|(job|restart|bench)-.*|at-work\.lock|deploy\.lock(\.owner)?|reboot-pending")
+
+
+def host_path(path: str) -> str:
+    """A path that scripts, our record on the host and systemd take as it is. Raises ValueError for any other."""
+    parts = path.split("/")[1:]
+    if not path.startswith("/") or {"", ".", ".."} & set(parts):
+        raise ValueError("a path is absolute, is not / itself, and has no empty part, '.' or '..'")
+    if not path.isprintable() or set(path) & set("|\\{}") or any(part != part.strip() for part in parts):
+        raise ValueError("a path has no '|', '\\', braces or control characters, and no space around a part")
+    return path
+
+
+def _checkpoint_path(path: str) -> str:
+    variable = re.match(r"\{(models|drafters)\}(?=/)", path)
+    if not variable and not path.startswith("/"):
+        raise ValueError("a path begins with /, {models}/ or {drafters}/")
+    host_path(path[variable.end() :] if variable else path)
+    return path
+
+
+def _network(text: str) -> str:
+    ipaddress.ip_network(text, strict=False)
+    return text
+
+
+def _address(text: str) -> str:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", text):
+            raise ValueError("neither an IP address nor a host name") from None
+    return text
+
+
+def _flag_value(value: Any) -> Any:
+    try:
+        whole = isinstance(value, bool | int | str | dict | list) or math.isfinite(value)
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        whole = False
+    if not whole or (isinstance(value, list) and not all(isinstance(item, str) for item in value)):
+        raise ValueError("a flag is true, false, a number, a text, a list of texts, or a mapping that JSON can say")
+    return value
+
+
+Network = Annotated[str, AfterValidator(_network)]
+Address = Annotated[str, AfterValidator(_address)]
+HostPath = Annotated[str, AfterValidator(host_path)]
 
 
 class Entry(BaseModel):
@@ -40,7 +106,7 @@ class Entry(BaseModel):
 class Listen(Entry):
     """Where the engine answers. Loopback unless the entry says otherwise."""
 
-    host: Text = "127.0.0.1"
+    host: Address = "127.0.0.1"
     port: Port = 8000
     networks: list[Network] = []
     """Networks that may reach an address beyond loopback, as 10.0.0.0/8; none named: everyone."""
@@ -50,7 +116,10 @@ class Listen(Entry):
     @property
     def loopback(self) -> bool:
         """True when nothing outside this machine can reach the address."""
-        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
 
 
 class Speculation(Entry):
@@ -64,7 +133,7 @@ class Speculation(Entry):
     """SGLang only; topk 1 forces steps + 1 (engines.md, section 2)."""
     options: dict[str, Any] = {}
     """Further keys of vLLM's --speculative-config, such as attention_backend."""
-    break_even_length: Annotated[float, Field(ge=1)] | None = None
+    break_even_length: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
     """Acceptance length below which it is slower than no drafter, once measured; the host's acceptance_floor else."""
 
 
@@ -91,7 +160,7 @@ class Configuration(Entry):
     reasoning_parser: Text | None = None
     trust_remote_code: bool = False
     speculation: Speculation | None = None
-    flags: dict[Flag, FlagValue] = {}
+    flags: dict[Flag, Annotated[FlagValue, BeforeValidator(_flag_value)]] = {}
     """Every other flag, without its dashes: true is the bare flag, false leaves it out, a mapping is JSON."""
     environment: dict[Variable, str] = {}
 
@@ -127,7 +196,7 @@ class Checkpoint(Entry):
     """A model or a drafter: where it comes from and where it lies on the host."""
 
     role: Literal["target", "drafter"]
-    path: Annotated[str, StringConstraints(pattern=r"^(/|\{[a-z_]+\}/)")]
+    path: Annotated[str, AfterValidator(_checkpoint_path)]
     """Absolute, or below one of the host's path variables: {models}, {drafters}."""
     source: Source
     targets: list[str] = []
@@ -157,20 +226,20 @@ class Release(Entry):
     version: Text
     package: Text
     """Name of the distribution that carries the engine."""
-    launch: list[Text]
+    launch: Annotated[list[Text], Field(min_length=1)]
     """Arguments after the environment's python."""
-    lock: Annotated[str, StringConstraints(pattern=r"^files/locks/[\w.{}-]+\.txt$")]
+    lock: Annotated[str, StringConstraints(pattern=r"^files/locks/[\w.-]+(\{python\})?[\w.-]*\.txt$")]
     """Lock file with hashes; {python} stands for 311 or 312."""
-    python: list[Literal["3.11", "3.12"]]
+    python: Annotated[list[Literal["3.11", "3.12"]], Field(min_length=1)]
     accelerator: Literal["cuda", "cpu"] = "cuda"
-    patches: Annotated[str, StringConstraints(pattern=r"^files/patches/[\w./-]+$")] | None = None
+    patches: Annotated[str, StringConstraints(pattern=r"^files/patches(/\w[\w.-]*)+$")] | None = None
     features: list[Text] = []
     """Features its configurations need, asked of the installed code (rigctl probe)."""
     index: Index | None = None
-    minimum_driver: Text | None = None
-    minimum_cuda: Text | None = None
-    minimum_glibc: Text | None = None
-    system_packages: list[Text] = []
+    minimum_driver: Dotted | None = None
+    minimum_cuda: Dotted | None = None
+    minimum_glibc: Dotted | None = None
+    system_packages: list[Package] = []
     """Debian/Ubuntu packages its libraries need."""
     environment: dict[Variable, str] = {}
     """Variables every configuration of this release needs."""
@@ -213,6 +282,8 @@ def load_catalog(overlay: str | None = None, inventory: Path = INVENTORY) -> Cat
         _parse(documents["checkpoints"], Checkpoint, "checkpoints", findings),
         _parse(documents["releases"], Release, "releases", findings),
     )
+    if not documents["serving"].data and not findings:
+        findings.append(f"{inventory.name}/serving.yaml:1: serving: there is no configuration in it")
     findings += _cross_check(catalog, documents)
     if findings:
         raise CatalogError("\n".join(findings))
@@ -234,6 +305,8 @@ def _overlaid(documents: dict[str, Document], overlay: Document) -> dict[str, Do
     for section in overlay.data:
         if section not in SECTIONS:
             raise CatalogError(f"{overlay.place((section,))}: {section}: an overlay has {', '.join(SECTIONS)}")
+        if not isinstance(overlay.data[section], Mapping):
+            raise CatalogError(f"{overlay.place((section,))}: {section}: expected a mapping of names to changes")
         patch = overlay.section(section)
         for pattern in patch.data:
             names = [name for name in result[section].data if fnmatchcase(name, pattern)]
@@ -251,8 +324,14 @@ def _overlaid(documents: dict[str, Document], overlay: Document) -> dict[str, Do
 def _resolve_extends(serving: Document, findings: list[str]) -> Document:
     result = Document()
     for name, value in serving.data.items():
+        if value is None:
+            findings.append(f"{serving.place((name,))}: serving.{name}: there is nothing in it")
+            continue
         entry, seen = serving.section(name), [name]
-        while isinstance(base := entry.data.pop("extends", None), str):
+        while (base := entry.data.pop("extends", None)) is not None:
+            if not isinstance(base, str):
+                findings.append(f"{serving.place((name, 'extends'))}: serving.{name}.extends: the name of one entry")
+                break
             if base in seen or base not in serving.data:
                 why = "extends itself" if base in seen else f"extends {base}, which does not exist"
                 findings.append(f"{serving.place((name, 'extends'))}: serving.{name}: {why}")
@@ -275,6 +354,9 @@ def _parse(document: Document, model: type[E_], section: str, findings: list[str
                 f"{where}: a name is lower-case letters, digits, '.', '_' and '-' (a unit is named after it)"
             )
             continue
+        if section == "serving" and TAKEN.fullmatch(name):
+            findings.append(f"{where}: this name is taken: units or files of kimi-rig itself bear it")
+            continue
         try:
             entries[name] = model.model_validate(value)
         except ValidationError as error:
@@ -284,7 +366,8 @@ def _parse(document: Document, model: type[E_], section: str, findings: list[str
                     *(part for part in problem["loc"] if part not in ("hub", "directory", "generator")),
                 )
                 shown = ".".join(map(str, (section, *key)))
-                findings.append(f"{document.place(key)}: {shown}: {problem['msg']}{_got(problem)}")
+                message = problem["msg"].removeprefix("Value error, ")
+                findings.append(f"{document.place(key)}: {shown}: {message}{_got(problem)}")
     return entries
 
 
@@ -303,6 +386,9 @@ def _cross_check(catalog: Catalog, documents: Mapping[str, Document]) -> Iterato
 
         yield from _check_references(configuration, catalog, finding)
         yield from _check_limits(configuration, catalog, finding)
+        for part in ("flags", "environment"):
+            for key in sorted(OWN_KEYS.keys() & getattr(configuration, part)):
+                yield finding([part, key], f"is set by {OWN_KEYS[key]}, not here")
     for name, checkpoint in catalog.checkpoints.items():
         for target in checkpoint.targets:
             if target not in catalog.checkpoints:

@@ -107,7 +107,10 @@ def inventory_hosts(inventory: str) -> list[dict[str, Any]]:
     )
     if result.returncode != 0 or not result.stdout.strip():
         raise RunFailed(f"{inventory} cannot be read:\n{result.stderr.strip()}")
-    hosts: list[dict[str, Any]] = json.loads(result.stdout)
+    try:
+        hosts: list[dict[str, Any]] = json.loads(result.stdout)
+    except ValueError:
+        raise RunFailed(f"{inventory} cannot be read: it, or its group data, prints something of its own") from None
     if not hosts:
         raise RunFailed(f"{inventory} names no host")
     return hosts
@@ -201,8 +204,8 @@ def _limit_options(limits: Sequence[str]) -> list[str]:
 def plan_command(arguments: argparse.Namespace) -> int:
     """Print the plan, write it as JSON, say by the exit code whether something would change."""
     plan = make_plan(arguments.inventory, arguments.limit, arguments.pyinfra)
+    print(plan.text(), flush=True)
     _write_json(plan, arguments)
-    print(plan.text())
     return plan.exit_code(WOULD_CHANGE)
 
 
@@ -229,9 +232,14 @@ def deploy_command(arguments: argparse.Namespace) -> int:
 
 def _write_json(plan: Plan, arguments: argparse.Namespace) -> None:
     path = Path(arguments.json or ROOT / ".plan" / f"{Path(arguments.inventory).stem}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
     document = {**asdict(plan), "refusals": plan.refusals}
-    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        if arguments.json:
+            raise RunFailed(f"{path} cannot be written: {error.strerror}") from None
+        print(f"note: the plan is not kept: {path} cannot be written: {error.strerror}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,13 +106,18 @@ def _print(answer: dict[str, Any], took: dict[str, float]) -> None:
     )
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; 0 when an answer came, else 1 with the reason."""
+    parser = argparse.ArgumentParser(prog="python -m rig.demo", description=(__doc__ or "").split("\n", 1)[0])
+    parser.parse_args(argv)
     os.environ.setdefault("PYINFRA_PROGRESS", "off")
     try:
         demo()
     except (DemoFailed, SandboxError) as error:
         print(f"demo failed{f': {error}' if str(error) else ': see above'}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("demo failed: interrupted; run it again to go on, or `make sandbox-rm`", file=sys.stderr)
         return 1
     return 0
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rig.catalog import ROOT
+from rig.catalog import ROOT, check_all
 from rig.converge import RunFailed, asked_hosts, pyinfra
 from rig.explain import explain_json, explain_text
 from rig.facts.host import FactsError, parse_host
@@ -44,7 +44,7 @@ def recorded_page(path: Path) -> dict[str, Any]:
     """The page of a document that host_facts.py once wrote. Raises RunFailed when it is none."""
     try:
         facts = parse_host(path.read_text(encoding="utf-8"))
-    except (OSError, FactsError) as error:
+    except (OSError, UnicodeDecodeError, FactsError) as error:
         raise RunFailed(f"{path}: {error}") from None
     decision = decide(facts)
     return {
@@ -66,11 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=("text", "json"), default="text")
     arguments = parser.parse_args(argv)
     try:
+        check_all()
         pages = (
             [recorded_page(arguments.facts)] if arguments.facts else live_pages(arguments.inventory, arguments.limit)
         )
     except (CatalogError, RunFailed) as error:
         print(f"failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("failed: interrupted", file=sys.stderr)
         return 1
     if arguments.format == "json":
         print(json.dumps([page["json"] for page in pages], indent=2))

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from rig import layout
-from rig.catalog import ROOT, Catalog, Checkpoint, Configuration, Release, load_catalog
+from rig.catalog import ROOT, Catalog, Checkpoint, Configuration, HostPath, Package, Release, Text, load_catalog
 from rig.engines import Locations
 from rig.facts.host import HostFacts
 from rig.settings import ACS_UNIT, HostSettings, with_host
@@ -28,23 +29,29 @@ from rig.yaml_source import CatalogError
 DISTRIBUTION_PYTHON = {"debian-12": "3.11", "ubuntu-24.04": "3.12"}
 
 
+def _service_user(name: str) -> str:
+    if name == "root" or not re.fullmatch(r"[a-z_][a-z0-9_-]{0,30}", name):
+        raise ValueError("the name of a system user other than root: lower-case letters, digits, '_' and '-'")
+    return name
+
+
 class HostData(BaseModel):
     """The host data of inventory/group_data/all.py, typed. Other keys (ssh_user, ...) belong to pyinfra."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
-    ml_env: str
-    models: str
-    drafters: str
+    ml_env: HostPath
+    models: HostPath
+    drafters: HostPath
     configurations: list[str] | None = None
     catalogue_overlay: str | None = None
-    base_packages: list[str]
-    service_user: str
+    base_packages: list[Package]
+    service_user: Annotated[str, AfterValidator(_service_user)]
     enable_at_boot: str | None = None
     restart: Literal["never", "when-idle", "now"] = "never"
     supervision: Supervision = Supervision()
-    api_key_file: str | None = None
-    hub_token_file: str | None = None
+    api_key_file: Text | None = None
+    hub_token_file: Text | None = None
     host_overrides: dict[str, str | None] = {}
     reboot: Literal["no", "yes"] = "no"
     driver_packages: list[str] = []
@@ -129,7 +136,7 @@ def model_folders(data: Mapping[str, Any]) -> list[str]:
     catalog = load_catalog(host.catalogue_overlay)
     used = _chosen(host, catalog).values()
     names = {c.target for c in used} | {c.speculation.drafter for c in used if c.speculation}
-    return sorted(_checkpoint_path(name, catalog.checkpoints[name], host) for name in names)
+    return sorted(_checkpoint_path(catalog.checkpoints[name], host) for name in names)
 
 
 def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings) -> HostPlan:
@@ -154,7 +161,7 @@ def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings
         serving={n: with_host(c, catalog.releases[c.release].engine, settings) for n, c in serving.items()},
         environments={name: _environment(name, catalog.releases[name], python, host) for name in releases},
         checkpoints=checkpoints,
-        checkpoint_paths={name: _checkpoint_path(name, entry, host) for name, entry in checkpoints.items()},
+        checkpoint_paths={name: _checkpoint_path(entry, host) for name, entry in checkpoints.items()},
     )
 
 
@@ -163,7 +170,10 @@ def _host_data(data: Mapping[str, Any]) -> HostData:
     try:
         return HostData.model_validate(known)
     except ValidationError as error:
-        findings = [f"{'.'.join(map(str, p['loc']))}: {p['msg']} (got {p['input']!r})" for p in error.errors()]
+        findings = [
+            f"{'.'.join(map(str, p['loc']))}: {p['msg'].removeprefix('Value error, ')} (got {p['input']!r})"
+            for p in error.errors()
+        ]
         raise CatalogError("host data (inventory/group_data/all.py lists it): " + "; ".join(findings)) from None
 
 
@@ -227,14 +237,14 @@ def _inputs(lock: str, patches: str | None) -> Iterator[Path]:
         raise CatalogError(f"{lock} does not exist; `make lock` writes it")
     yield ROOT / lock
     if patches is not None:
-        yield from sorted((ROOT / patches).glob("*.patch"))
+        series = sorted((ROOT / patches).glob("*.patch"))
+        if not series:
+            raise CatalogError(f"there is no patch in {patches}, which a release names")
+        yield from series
 
 
-def _checkpoint_path(name: str, checkpoint: Checkpoint, host: HostData) -> str:
-    try:
-        return checkpoint.path.format(models=host.models, drafters=host.drafters)
-    except KeyError as error:
-        raise CatalogError(f"checkpoints.{name}.path: unknown variable {error} (there are: models, drafters)") from None
+def _checkpoint_path(checkpoint: Checkpoint, host: HostData) -> str:
+    return checkpoint.path.format(models=host.models, drafters=host.drafters)
 
 
 def canonical_digest(value: Any) -> str:

@@ -57,4 +57,7 @@ def _one_line(content: bytes, what: str, where: str) -> bytes:
     content = content.strip()
     if not content or b"\n" in content:
         raise SecretError(f"{what}: {where} must give one line, the secret")
+    if any(not 0x20 < byte < 0x7F for byte in content):
+        # It travels in an HTTP header.
+        raise SecretError(f"{what}: {where} gives characters that no key or token has (blanks, control, not ASCII)")
     return content

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rig import layout
+from rig.catalog import check_all
 from rig.connect import ssh_words
 from rig.converge import FAILED, RunFailed, asked_hosts, inventory_hosts
 from rig.hostplan import host_plan
@@ -151,9 +152,13 @@ def ask(name: str, data: Mapping[str, Any]) -> HostStatus:
     options = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
     command = shell if name == "@local" else [*ssh_words(name, data, *options), shlex.join(shell)]
     try:
-        result = subprocess.run(command, input=_SCRIPT, capture_output=True, text=True, timeout=SECONDS, check=False)
+        result = subprocess.run(
+            command, input=_SCRIPT, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return HostStatus(name, reached=False, trouble=f"no answer in {SECONDS} s")
+    except OSError as error:
+        return HostStatus(name, reached=False, trouble=f"{command[0]} cannot be run: {error.strerror}")
     if result.returncode != 0:
         words = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
         return HostStatus(name, reached=False, trouble=words[-1])
@@ -176,9 +181,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="the same as one JSON list")
     arguments = parser.parse_args(argv)
     try:
+        check_all()
         found = status(arguments.inventory, arguments.limit)
     except (CatalogError, RunFailed) as error:
         print(f"failed: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("failed: interrupted", file=sys.stderr)
         return FAILED
     if arguments.json:
         print(json.dumps([asdict(one) for one in found], indent=2))

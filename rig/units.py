@@ -40,6 +40,11 @@ def systemd_assignment(name: str, value: str) -> str:
     return systemd_quote(f"{name}={value}").replace("$$", "$")
 
 
+def one_line(text: str) -> str:
+    """A description for Description=: % doubled, all white space a blank, nothing that continues the line."""
+    return " ".join(text.split()).replace("%", "%%").rstrip("\\")
+
+
 # Processes of one engine talk over loopback: nothing of theirs listens elsewhere, and the unit's address filter holds.
 # NCCL, Gloo and vLLM otherwise take the first interface that is not loopback (NCCL_SOCKET_IFNAME in NCCL's manual).
 ONE_HOST = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
@@ -130,7 +135,7 @@ def unit_file(plan: HostPlan, name: str) -> str:
     return _JINJA.get_template("kimi.service.j2").render(
         mark=layout.UNIT_MARK,
         name=name,
-        description=(configuration.description or name).replace("%", "%%"),
+        description=one_line(configuration.description or name),
         user=plan.data.service_user,
         conflicts=others,
         # Stop jobs run before start jobs between ordered units whichever way the order points (systemd.unit(5)).

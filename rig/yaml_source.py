@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
 Key = tuple[str | int, ...]
+
+
+DEEPEST = 40
+"""Levels of a value; an alias that contains itself has no end."""
 
 
 class CatalogError(Exception):
@@ -75,6 +80,9 @@ def _mergeable(mine: Any, value: Any) -> bool:
     return both and value.get("kind", mine.get("kind")) == mine.get("kind")
 
 
+_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
+
 def load(path: Path, shown_as: str | None = None) -> Document:
     """Read one YAML file.
 
@@ -83,13 +91,20 @@ def load(path: Path, shown_as: str | None = None) -> Document:
     """
     shown = shown_as or str(path)
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CatalogError(f"{shown}: cannot be read: {error}") from None
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise CatalogError(f"{shown}:{line}: not valid YAML: {error.reason}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
         raise CatalogError(f"{shown}:{line}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    except RecursionError:
+        raise CatalogError(f"{shown}: its values are nested too deeply") from None
     if root is None:
         return Document()
     if not isinstance(root, yaml.MappingNode):
@@ -101,6 +116,10 @@ def load(path: Path, shown_as: str | None = None) -> Document:
 
 def _construct(node: yaml.Node, file: str, key: Key, places: dict[Key, Place]) -> Any:
     places.setdefault(key, Place(file, node.start_mark.line + 1))
+    if len(key) > DEEPEST:
+        raise CatalogError(f"{file}:{node.start_mark.line + 1}: {_dotted(key[:4])}: nested too deeply, or in itself")
+    if isinstance(node, yaml.CollectionNode) and node.tag not in _COLLECTIONS:
+        raise CatalogError(f"{file}:{node.start_mark.line + 1}: {_dotted(key)}: the tag {node.tag} means nothing here")
     if isinstance(node, yaml.MappingNode):
         result: dict[str, Any] = {}
         for name, value_node, line in _items(node, file):
@@ -113,17 +132,28 @@ def _construct(node: yaml.Node, file: str, key: Key, places: dict[Key, Place]) -
         return [_construct(item, file, (*key, index), places) for index, item in enumerate(node.value)]
     loader = yaml.SafeLoader("")
     try:
-        return loader.construct_object(node)
-    except (yaml.YAMLError, ValueError) as error:
-        raise CatalogError(f"{file}:{node.start_mark.line + 1}: {_dotted(key)}: {error}") from None
+        value = loader.construct_object(node)
+        if isinstance(value, str):
+            _sendable(value)
+        return value
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
+        # PyYAML's own constructors fail in each of these ways on a tag that does not fit its value.
+        why = getattr(error, "problem", None) or (str(error) if isinstance(error, ValueError) else "not of its tag")
+        raise CatalogError(f"{file}:{node.start_mark.line + 1}: {_dotted(key)}: {why}") from None
 
 
 def _items(node: yaml.MappingNode, file: str) -> Iterator[tuple[str, yaml.Node, int]]:
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
-        if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
+        plain = isinstance(key_node, yaml.ScalarNode) and key_node.value != "<<" and key_node.value.isprintable()
+        if not plain:
             raise CatalogError(f"{file}:{line}: keys are plain names here (no merge keys, no structures)")
         yield key_node.value, value_node, line
+
+
+def _sendable(text: str) -> None:
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("NUL and half characters cannot be part of a text")
 
 
 def _dotted(key: Key) -> str:

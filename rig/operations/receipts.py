@@ -42,7 +42,10 @@ def receipt(plan: HostPlan) -> Commands:
 
 @cache
 def product_version() -> str:
-    """The commit this repository stands at, "-dirty" with local changes, or "unknown" outside git."""
+    """The commit this repository stands at, "-dirty" with local changes, or "unknown" outside or without git."""
     describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    result = subprocess.run(describe, capture_output=True, text=True, check=False)
+    try:
+        result = subprocess.run(describe, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
     return result.stdout.strip() if result.returncode == 0 else "unknown"

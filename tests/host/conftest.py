@@ -53,6 +53,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         session.config.stash[_TARGETS] = [_target(name, entries[name], folder) for name in names]
     except (RunFailed, CatalogError) as error:
         raise pytest.UsageError(str(error)) from None
+    except PermissionError as error:
+        raise pytest.UsageError(f"{error.filename} cannot be written: {error.strerror}") from None
 
 
 def _target(name: str, data: dict[str, Any], folder: Path) -> Target:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rig.catalog import INVENTORY, ROOT, check_all, load_catalog
+from rig.catalog import INVENTORY, ROOT, Listen, check_all, load_catalog
+from rig.hostplan import model_folders
 from rig.yaml_source import CatalogError, load
 
 FEBRUARY = {
@@ -91,6 +92,59 @@ WRONG = [
         "checkpoints.kimi-k2.5-int4.source.revision",
     ),
     ("checkpoints.yaml", "targets: [kimi-k2.5-int4]", "targets: [kimi-k4]", "there is no checkpoint kimi-k4"),
+    ("serving.yaml", "log-level: info", "log-level: &a [*a]", "nested too deeply, or in itself"),
+    ("serving.yaml", "log-level: info", "log-level: !!bool perhaps", "{line}: sglang-base.flags.log-level: not of its"),
+    (
+        "serving.yaml",
+        "log-level: info",
+        "log-level: !!python/tuple [a]",
+        "{line}: sglang-base.flags.log-level: the tag",
+    ),
+    ("serving.yaml", "log-level: info", 'log-level: "a\\0b"', "{line}: sglang-base.flags.log-level: NUL"),
+    ("serving.yaml", "log-level: info", "log-level: \x07", "serving.yaml:{line}: not valid YAML: special characters"),
+    (
+        "serving.yaml",
+        "log-level: info",
+        "log-level: {since: 2026-02-01}",
+        "{line}: serving.sglang-base.flags.log-level",
+    ),
+    ("serving.yaml", "log-level: info", "host: 0.0.0.0", "{line}: serving.sglang-base.flags.host: is set by `listen`"),
+    (
+        "serving.yaml",
+        "log-level: info",
+        "api-key: k",
+        "{line}: serving.sglang-base.flags.api-key: is set by the host's",
+    ),
+    (
+        "serving.yaml",
+        "vllm-eagle3-custom:\n",
+        "vllm-more:\n\nvllm-eagle3-custom:\n",
+        "{line}: serving.vllm-more: there is",
+    ),
+    ("serving.yaml", "vllm-eagle3-custom:\n", "acs:\n", "{line}: serving.acs: this name is taken"),
+    ("serving.yaml", "extends: vllm-base\n", "extends: [vllm-base]\n", "{line}: serving.vllm-eagle3-aq-medai.extends"),
+    ("serving.yaml", "host: 127.0.0.1", "host: 'here; there'", "{line}: serving.vllm-base.listen.host: neither"),
+    ("serving.yaml", "port: 8000}", "port: 8000, networks: [10.0.0.0/99]}", "serving.vllm-base.listen.networks.0"),
+    (
+        "checkpoints.yaml",
+        '"{models}/kimi-k2.5-int4"',
+        '"{model}/kimi"',
+        "{line}: checkpoints.kimi-k2.5-int4.path: a path",
+    ),
+    (
+        "checkpoints.yaml",
+        '"{models}/kimi-k2.5-int4"',
+        "/a/../etc",
+        "{line}: checkpoints.kimi-k2.5-int4.path: a path is",
+    ),
+    (
+        "checkpoints.yaml",
+        '"{models}/kimi-k2.5-int4"',
+        '"/a/{0}"',
+        "{line}: checkpoints.kimi-k2.5-int4.path: a path has",
+    ),
+    ("releases.yaml", "files/patches/vllm/0.16.0", "files/patches/../..", "{line}: releases.vllm-0.16.0.patches"),
+    ("releases.yaml", 'minimum_driver: "575"', "minimum_driver: new", "{line}: releases.vllm-0.16.0.minimum_driver"),
     ("overlays/sandbox.yaml", '"vllm-*":', '"trt-*":', "{line}: serving.trt-*: matches no entry"),
     ("overlays/sandbox.yaml", "checkpoints:", "chekpoints:", "{line}: chekpoints: an overlay has"),
 ]
@@ -109,6 +163,46 @@ def test_wrong_entries_are_named(inventory: Path, file: str, text: str, wrong: s
     assert str(caught.value).startswith(f"inventory/{file}:")
 
 
+def test_a_catalogue_without_a_configuration_is_wrong(inventory: Path) -> None:
+    (inventory / "serving.yaml").write_text("# nothing\n")
+    with pytest.raises(CatalogError, match=r"^inventory/serving.yaml:1: serving: there is no configuration in it$"):
+        load_catalog(None, inventory)
+
+
+def test_a_section_of_an_overlay_is_a_mapping(inventory: Path) -> None:
+    (inventory / "overlays" / "x.yaml").write_text("\nserving: vllm-base\n")
+    with pytest.raises(CatalogError, match=r"^inventory/overlays/x.yaml:2: serving: expected a mapping"):
+        load_catalog("x.yaml", inventory)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("127.example.com", False)]
+)
+def test_only_addresses_of_this_machine_are_loopback(host: str, loopback: bool) -> None:
+    assert Listen(host=host).loopback is loopback
+
+
+WRONG_DATA = [
+    ("models", "shared"),
+    ("models", "/shared/"),
+    ("drafters", "/data\nfile /etc/passwd"),
+    ("ml_env", "/"),
+    ("ml_env", "/opt/a|b"),
+    ("service_user", "root"),
+    ("service_user", "kimi; true"),
+    ("base_packages", ["-o", "curl"]),
+    ("api_key_file", ""),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG_DATA)
+def test_host_data_that_cannot_be(key: str, value: object) -> None:
+    data = {"ml_env": "/opt/kimi env", "models": "/m", "drafters": "/d", "base_packages": [], "service_user": "kimi"}
+    assert model_folders(data)
+    with pytest.raises(CatalogError, match=rf"host data .*{key}"):
+        model_folders({**data, key: value})
+
+
 def test_all_findings_come_at_once(inventory: Path) -> None:
     path = inventory / "serving.yaml"
     path.write_text(path.read_text().replace("target: kimi-k2.5-int4", "target: a").replace("vllm-0.33.0", "b"))
@@ -125,7 +219,7 @@ def test_a_mapping_of_another_kind_replaces_the_old_one(tmp_path: Path) -> None:
     assert str(merged.place(("n", "y"))) == f"{tmp_path}/b.yaml:2"
 
 
-@pytest.mark.parametrize("command", ["plan", "deploy", "pyinfra", "verify"])
+@pytest.mark.parametrize("command", ["plan", "deploy", "pyinfra", "verify", "status", "explain"])
 def test_every_command_ends_before_any_host_is_touched(tmp_path: Path, command: str) -> None:
     repository = tmp_path / "repository"
     kept = shutil.ignore_patterns(".*", "wt", "docs", "__pycache__")
@@ -137,6 +231,8 @@ def test_every_command_ends_before_any_host_is_touched(tmp_path: Path, command: 
     arguments = {
         "pyinfra": ["-m", "pyinfra", "inventory/nowhere.py", "deploy.py", "-y"],
         "verify": ["-m", "pytest", "-q", "tests/host", "--inventory", "inventory/nowhere.py"],
+        "status": ["-m", "rig.status", "inventory/nowhere.py"],
+        "explain": ["-m", "rig.explain_command", "inventory/nowhere.py"],
     }.get(command, ["-m", "rig.converge", command, "inventory/nowhere.py"])
     result = subprocess.run(
         [sys.executable, *arguments], cwd=repository, capture_output=True, text=True, check=False, timeout=30

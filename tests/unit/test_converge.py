@@ -86,6 +86,40 @@ def test_an_inventory_without_hosts(tmp_path: Path) -> None:
     assert "names no host" in result.stderr
 
 
+def test_an_inventory_that_prints(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.py"
+    path.write_text('print("hello")\ngpu = ["@fake/one"]\n')
+    result = wrapper("plan", str(path))
+    assert result.returncode == FAILED
+    assert "prints something of its own" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_plan_that_cannot_be_kept_is_told(tmp_path: Path) -> None:
+    arguments = [inventory(tmp_path, fake("one")), *GPU_DATA]
+    result = wrapper("plan", *arguments, "--json", str(tmp_path / "hosts.py" / "plan.json"))
+    assert result.returncode == FAILED
+    assert "plan.json cannot be written" in result.stderr and "Traceback" not in result.stderr
+    assert "@fake/one: " in result.stdout
+
+
+@pytest.mark.parametrize("verb", ["plan", "explain"])
+@pytest.mark.parametrize("limit", ["--help", """it's a$b "c`d'; exit 0; echo '"""])
+def test_make_hands_on_what_is_typed(verb: str, limit: str) -> None:
+    command = ["make", "-o", ".venv/ready", f"BIN={Path(sys.executable).parent}", verb, f"LIMIT={limit}"]
+    environment = {**os.environ, "MAKEFLAGS": ""}
+    result = subprocess.run(
+        [*command, "INVENTORY=inventory/tour.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=60,
+    )
+    assert f"--limit {limit} matches no host of inventory/tour.py" in result.stderr
+    assert result.returncode != 0
+
+
 def test_a_broken_inventory_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts.py"
     path.write_text("gpu = [unknown]\n")

@@ -11,9 +11,9 @@ import pytest
 
 from rig.catalog import ROOT, load_catalog
 from rig.engines import Locations, command_line
-from rig.hostplan import HostPlan, check_listening, host_plan
+from rig.hostplan import HostPlan, _environment_digest, check_listening, host_plan
 from rig.settings import HostSettings, settings_from_gpus
-from rig.units import conflicts, run_specification, systemd_assignment, systemd_quote, unit_file
+from rig.units import conflicts, one_line, run_specification, systemd_assignment, systemd_quote, unit_file
 from rig.yaml_source import CatalogError
 
 
@@ -194,3 +194,16 @@ def test_environments_are_named_by_their_inputs() -> None:
     on_ubuntu = gpu_plan().environments
     assert on_debian["vllm-0.16.0"].path != on_ubuntu["vllm-0.16.0"].path
     assert re.fullmatch(r"/opt/kimi-rig/env/vllm-0\.16\.0/[0-9a-f]{12}", on_ubuntu["vllm-0.16.0"].path)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("a\nExecStart=/bin/sh", "a ExecStart=/bin/sh"), ("folded\n", "folded"), ("50%", "50%%"), ("ends \\", "ends ")],
+)
+def test_a_description_stays_in_its_line(text: str, line: str) -> None:
+    assert one_line(text) == line
+
+
+def test_a_series_without_patches_is_no_series() -> None:
+    with pytest.raises(CatalogError, match=r"there is no patch in files/patches/vllm/0\.99"):
+        _environment_digest("files/locks/vllm-0.16.0-cp311.txt", "3.11", "files/patches/vllm/0.99")

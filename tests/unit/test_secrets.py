@@ -26,7 +26,13 @@ def test_a_file_of_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "mode", "message"),
-    [("k", 0o640, "readable by others"), ("", 0o600, "must give one line"), ("a\nb", 0o600, "must give one line")],
+    [
+        ("k", 0o640, "readable by others"),
+        ("", 0o600, "must give one line"),
+        ("a\nb", 0o600, "must give one line"),
+        ("a\rb", 0o600, "no key or token has"),
+        ("schl\u00fcssel", 0o600, "no key or token has"),
+    ],
 )
 def test_wrong_files(tmp_path: Path, content: str, mode: int, message: str) -> None:
     path = tmp_path / "key"
