@@ -145,4 +145,4 @@ def test_status_and_the_lines_to_talk_to_it(sudo_box: DeployBox) -> None:
     assert row["drift"] == [f"{layout.UNITS}/kimi-vllm-base.service is missing"]
     deploy = sudo_box.deploy()
     assert "sudo systemctl start kimi-vllm-base.service" in deploy.stdout
-    assert "-L 18000:127.0.0.1:18000" in deploy.stdout
+    assert "curl -sS http://127.0.0.1:18000/v1/chat/completions" in deploy.stdout
