@@ -29,7 +29,6 @@ NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")
 
 Port = Annotated[int, Field(ge=1024, le=65535)]
 Text = Annotated[str, StringConstraints(min_length=1)]
-Digest = Annotated[str, StringConstraints(pattern=r"[0-9a-f]{64}")]
 Flag = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Z_][A-Z0-9_]*$")]
 Package = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9+.-]*$")]

@@ -47,7 +47,7 @@ def _pyplot() -> Any:
         import matplotlib  # noqa: PLC0415  # heavy, and needed for reports only
 
         matplotlib.use("svg")
-        from matplotlib import pyplot  # noqa: PLC0415
+        from matplotlib import pyplot  # noqa: PLC0415  # as above
     except ImportError:
         raise PlottingMissing(
             "the report needs matplotlib: .venv/bin/python -m pip install --require-hashes -r requirements/bench.txt"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
@@ -16,6 +15,8 @@ from rig.operations.hostkit import SOURCE, hostkit_path
 from rig.receipt import receipt_items
 from rig.settings import ACS_UNIT
 from rig.units import conflicts, run_specification, unit_files
+from rigctl.drift import read_lock
+from rigctl.installed import normalised
 from rigctl.tiny_kimi.checkpoints import checkpoint_files as generated
 from tasks.base import base_paths
 from tasks.engines import engine_inputs
@@ -60,8 +61,8 @@ def test_environment_holds_what_its_lock_says(target: Target, environment: str) 
     assert target.host.file(f"{env.path}/kimi-rig.json").exists, f"{env.path} is not complete"
     listing = "import importlib.metadata as m; [print(d.name, d.version) for d in m.distributions()]"
     installed = dict(line.split() for line in run(target.host, f"{env.interpreter} -I -c '{listing}'").splitlines())
-    found = {normal(name): version for name, version in installed.items()}
-    locked = locked_versions((ROOT / env.lock).read_text())
+    found = {normalised(name): version for name, version in installed.items()}
+    locked = read_lock((ROOT / env.lock).read_text())
     wrong = [
         f"{name} {found.get(name, 'missing')} (lock: {version})"
         for name, version in locked.items()
@@ -182,13 +183,3 @@ def differences(target: Target, entries: Sequence[Directory | File | Link]) -> l
             ):
                 found.append(f"{entry.path}: {state} (not {wanted})")
     return found
-
-
-def locked_versions(lock: str) -> dict[str, str]:
-    """Package -> version of a requirements lock."""
-    return {normal(name): version for name, version in re.findall(r"^([A-Za-z0-9][\w.-]*)==([^\s;\\]+)", lock, re.M)}
-
-
-def normal(name: str) -> str:
-    """A package name as PEP 503 normalises it."""
-    return re.sub(r"[-_.]+", "-", name).lower()

@@ -85,7 +85,10 @@ def _install(specification: Specification) -> None:
         [uv, "venv", "--quiet", "--python", f"/usr/bin/python{specification.python}", str(specification.path)],
         specification,
     )
-    print(f"installing {_count(specification.lock)} packages of {specification.lock.name}", flush=True)
+    print(
+        f"installing {len(drift.read_lock(specification.lock.read_text()))} packages of {specification.lock.name}",
+        flush=True,
+    )
     sync = [uv, "pip", "sync", "--python", interpreter, "--require-hashes", "--link-mode", "hardlink"]
     sync += ["--compile-bytecode", "--no-build", *_index_options(specification), str(specification.lock)]
     _run(sync, specification)
@@ -147,12 +150,8 @@ def _wheel_directories() -> list[Path]:
 
 def _locked_wheel(lock: Path, package: str) -> str | None:
     """The start of the wheel's file name that the lock pins for `package`."""
-    found = re.search(rf"^{re.escape(package)}==([^\s;\\]+)", lock.read_text(), re.MULTILINE)
-    return f"{package.replace('-', '_')}-{found[1]}-" if found else None
-
-
-def _count(lock: Path) -> int:
-    return len(re.findall(r"^[A-Za-z0-9][\w.-]*==", lock.read_text(), re.MULTILINE))
+    version = drift.read_lock(lock.read_text()).get(package)
+    return f"{package.replace('-', '_')}-{version}-" if version else None
 
 
 def _stamp(specification: Specification, started: float) -> None:

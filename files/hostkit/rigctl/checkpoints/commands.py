@@ -95,7 +95,7 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
 
 
 def _spec(arguments: argparse.Namespace) -> Any:
-    from rigctl.checkpoints import spec  # noqa: PLC0415
+    from rigctl.checkpoints import spec
 
     loaded = spec.load(arguments.spec)
     if getattr(arguments, "name", loaded.name) != loaded.name:
@@ -115,8 +115,8 @@ def _repair(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace, spec: Any) -> int:
-    from rigctl.checkpoints import record, staging  # noqa: PLC0415
-    from rigctl.checkpoints.progress import Progress  # noqa: PLC0415
+    from rigctl.checkpoints import record, staging
+    from rigctl.checkpoints.progress import Progress
 
     job = staging.Job(spec, record.from_environment(), Progress(spec.name), threading.Event())
     manifest = job._manifest()
@@ -130,8 +130,8 @@ def _plan(arguments: argparse.Namespace, spec: Any) -> int:
 
 def _job(arguments: argparse.Namespace, spec: Any, work: Callable[[Any], Any]) -> int:
     """Run one job with its status file; SIGTERM and SIGINT end it cleanly, what is fetched stays."""
-    from rigctl.checkpoints import record, staging, workplace  # noqa: PLC0415
-    from rigctl.checkpoints.progress import Progress, Reporter  # noqa: PLC0415
+    from rigctl.checkpoints import record, staging, workplace
+    from rigctl.checkpoints.progress import Progress, Reporter
 
     state = record.from_environment()
     if workplace.is_locked(state, spec.name):
@@ -158,7 +158,7 @@ def _job(arguments: argparse.Namespace, spec: Any, work: Callable[[Any], Any]) -
 
 
 def _adopt(arguments: argparse.Namespace) -> int:
-    from rigctl.checkpoints import staging  # noqa: PLC0415
+    from rigctl.checkpoints import staging
 
     spec = _spec(arguments)
     return _job(
@@ -169,8 +169,8 @@ def _adopt(arguments: argparse.Namespace) -> int:
 
 
 def _follow(arguments: argparse.Namespace) -> int:
-    from rigctl.checkpoints import progress, record, workplace  # noqa: PLC0415
-    from rigctl.checkpoints.paths import read_json  # noqa: PLC0415
+    from rigctl.checkpoints import progress, record, workplace
+    from rigctl.checkpoints.paths import read_json
 
     state = record.from_environment()
     place = state.job_path(arguments.name)
@@ -196,10 +196,10 @@ def _follow(arguments: argparse.Namespace) -> int:
 
 
 def _pin(arguments: argparse.Namespace) -> int:
-    from dataclasses import replace  # noqa: PLC0415
+    from dataclasses import replace
 
-    from rigctl.checkpoints import paths, record, staging  # noqa: PLC0415
-    from rigctl.checkpoints.progress import Progress, human_bytes  # noqa: PLC0415
+    from rigctl.checkpoints import paths, record, staging
+    from rigctl.checkpoints.progress import Progress, human_bytes
 
     spec = replace(_spec(arguments), manifest=None)
     manifest = staging.Job(spec, record.from_environment(), Progress(spec.name), threading.Event())._manifest()
@@ -233,7 +233,7 @@ def _summary(record: Any) -> dict[str, Any]:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from rigctl.checkpoints import record  # noqa: PLC0415
+    from rigctl.checkpoints import record
 
     state = record.from_environment()
     names = arguments.names or state.names()
@@ -247,8 +247,8 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _state_of(state: Any, name: str) -> dict[str, Any]:
     """What is known of one checkpoint: running or interrupted job, record, quick verification."""
-    from rigctl.checkpoints import staging, workplace  # noqa: PLC0415
-    from rigctl.checkpoints.paths import read_json  # noqa: PLC0415
+    from rigctl.checkpoints import staging, workplace
+    from rigctl.checkpoints.paths import read_json
 
     record = state.load(name)
     job = read_json(state.job_path(name), "status of the job") if state.job_path(name).exists() else None
@@ -267,7 +267,7 @@ def _state_of(state: Any, name: str) -> dict[str, Any]:
 
 
 def _status_line(content: dict[str, Any]) -> str:
-    from rigctl.checkpoints import progress  # noqa: PLC0415
+    from rigctl.checkpoints import progress
 
     if content["state"] == "running":
         return f"{content['name']}: running: {progress.line(content['job'])}"
@@ -284,7 +284,7 @@ def _status_line(content: dict[str, Any]) -> str:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from rigctl.checkpoints import record  # noqa: PLC0415
+    from rigctl.checkpoints import record
 
     state = record.from_environment()
     names = arguments.names or [name for name in state.names() if state.load(name) is not None]
@@ -312,8 +312,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _verify_one(state: Any, record: Any, *, full: bool, threads: int | None) -> Any:
-    from rigctl.checkpoints import record as records  # noqa: PLC0415
-    from rigctl.checkpoints import staging, verify  # noqa: PLC0415
+    from rigctl.checkpoints import record as records
+    from rigctl.checkpoints import staging, verify
 
     root = Path(record.path)
     if not full:
@@ -327,7 +327,7 @@ def _verify_one(state: Any, record: Any, *, full: bool, threads: int | None) -> 
 
 
 def _forget(arguments: argparse.Namespace) -> int:
-    from rigctl.checkpoints import record, workplace  # noqa: PLC0415
+    from rigctl.checkpoints import record, workplace
 
     state = record.from_environment()
     known = state.require(arguments.name)
@@ -346,7 +346,7 @@ def _forget(arguments: argparse.Namespace) -> int:
 
 
 def _structure(arguments: argparse.Namespace) -> int:
-    from rigctl.checkpoints import structure  # noqa: PLC0415
+    from rigctl.checkpoints import structure
 
     started = time.monotonic()
     result = structure.check(arguments.directory, arguments.kind)
@@ -360,7 +360,7 @@ def _structure(arguments: argparse.Namespace) -> int:
 
 
 def _verdict(arguments: argparse.Namespace) -> Any:
-    from rigctl.checkpoints import engines, fit, paths  # noqa: PLC0415
+    from rigctl.checkpoints import engines, fit, paths
 
     content = paths.read_json(arguments.training, "training") if arguments.training else {}
     if not isinstance(content, dict):
@@ -392,7 +392,7 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 def _overlay(arguments: argparse.Namespace) -> int:
     """Write the overlay and check the pair as the engine will then see it."""
-    from rigctl.checkpoints import overlay  # noqa: PLC0415
+    from rigctl.checkpoints import overlay
 
     verdict = _verdict(arguments)
     if not verdict.keys:

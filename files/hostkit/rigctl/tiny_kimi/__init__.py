@@ -38,8 +38,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Write the checkpoint, or find that it is there."""
     # Not above: every rigctl command imports this module, and numpy takes longer than all the rest.
-    from rigctl.tiny_kimi.checkpoints import checkpoint_files  # noqa: PLC0415
-    from rigctl.tiny_kimi.store import publish  # noqa: PLC0415
+    from rigctl.tiny_kimi.checkpoints import checkpoint_files
+    from rigctl.tiny_kimi.store import publish
 
     files = checkpoint_files(arguments.kind)
     written = publish(files, arguments.destination)
