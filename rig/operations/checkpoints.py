@@ -31,7 +31,9 @@ def checkpoint(checkpoint_name: str, entry: Checkpoint, path: str, hub_token: bo
     status = f"{layout.RIGCTL} checkpoints status {name} --json"
     found = host.get_fact(Lines, script=f"{status}; {there} && echo there")
     state = _state(found)
-    if state.get("state") == "complete" and revision(entry) in (None, state.get("revision")):
+    # Without a revision in its record it was taken as it lay, on a host that could not ask the hub.
+    as_it_lay = state.get("origin") == "adopted" and state.get("revision") is None
+    if state.get("state") == "complete" and (as_it_lay or revision(entry) in (None, state.get("revision"))):
         host.noop(f"{path} is complete")
         return
     if adopted_as_it_is(entry) and "there" not in found:

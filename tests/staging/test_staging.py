@@ -210,6 +210,36 @@ def test_right_directory_is_adopted_and_not_touched(bench: Bench, hub: Hub, chec
     assert bench.stage(hub_source(hub.address)).state == "present"
 
 
+def test_complete_directory_is_adopted_without_the_hub(bench: Bench, hub: Hub, checkpoint: Path) -> None:
+    shutil.copytree(checkpoint, bench.destination)
+    before = {place: place.stat().st_ctime_ns for place in [bench.destination, *bench.destination.rglob("*")]}
+    wanted = hub_source("http://127.0.0.1:9")
+    outcome = bench.stage(wanted)
+    assert outcome.state == "adopted" and outcome.record.manifest.revision is None
+    assert "not compared with its source" in bench.events[-1] and "cannot be asked" in bench.events[-1]
+    assert before == {place: place.stat().st_ctime_ns for place in [bench.destination, *bench.destination.rglob("*")]}
+    assert bench.stage(wanted).state == "present"
+    assert bench.stage(hub_source(hub.address)).state == "present"
+
+
+def test_incomplete_directory_is_refused_without_the_hub(bench: Bench, checkpoint: Path) -> None:
+    shutil.copytree(checkpoint, bench.destination)
+    shards = sorted(bench.destination.glob("*.safetensors"))
+    shards[3].unlink()
+    os.truncate(shards[5], 100)
+    with pytest.raises(RigctlError, match=r"(?s)cannot be loaded as it is.*Nothing in it was touched") as caught:
+        bench.stage(hub_source("http://127.0.0.1:9"), retries=0)
+    assert shards[3].name in str(caught.value) and shards[5].name in str(caught.value)
+    assert bench.state.load("tiny") is None
+
+
+def test_another_pinned_revision_of_an_adopted_directory_is_told(bench: Bench, hub: Hub, checkpoint: Path) -> None:
+    shutil.copytree(checkpoint, bench.destination)
+    assert bench.stage(hub_source(hub.address)).state == "adopted"
+    with pytest.raises(RigctlError, match="nothing was touched"):
+        bench.stage({**hub_source(hub.address), "revision": "0" * 40})
+
+
 def test_directory_without_a_manifest_is_adopted_by_its_files(bench: Bench, checkpoint: Path) -> None:
     shutil.copytree(checkpoint, bench.destination)
     wanted = bench.spec({"type": "local", "path": str(bench.destination)}, kind="drafter")

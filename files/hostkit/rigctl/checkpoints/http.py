@@ -41,6 +41,10 @@ class GaveUp(RigctlError):
     """Retries used up without one more byte."""
 
 
+class UnansweredError(RigctlError):
+    """The source cannot be asked for its list: no line, or it is out of order."""
+
+
 class Transient(Exception):
     """Worth another attempt; `wait` is what the server asked for, in seconds."""
 

@@ -24,6 +24,7 @@ from rigctl.checkpoints.http import (
     Location,
     Refused,
     Transient,
+    UnansweredError,
     raise_for,
 )
 from rigctl.checkpoints.manifest import Entry, Manifest
@@ -108,7 +109,7 @@ class Hub:
                 self._progress.event(f"{self.source.repository}: {error}; again in {delay:.1f} s", retry=True)
                 if self._stop.wait(delay):
                     raise Cancelled("stopped while the hub was asked for its file list") from error
-        raise RigctlError(f"{self.source.repository}: the hub cannot be asked: {last}")
+        raise UnansweredError(f"{self.source.repository}: the hub cannot be asked: {last}")
 
     def _token_for(self, endpoint: str | None) -> str | None:
         """The token belongs to the endpoint, never to a mirror on another host."""

@@ -24,6 +24,7 @@ from rigctl.checkpoints.http import (
     HttpFetcher,
     Location,
     Transient,
+    UnansweredError,
     check_status,
 )
 from rigctl.checkpoints.hub import Hub
@@ -84,7 +85,7 @@ class Http:
                 check_status(response, location, "manifest.json")
                 return manifests.parse(response.json(), url)
         except (Transient, requests.exceptions.RequestException, json.JSONDecodeError) as error:
-            raise RigctlError(f"the manifest {url} cannot be had: {error}") from error
+            raise UnansweredError(f"the manifest {url} cannot be had: {error}") from error
 
     def _locate(self, entry: Entry, group: int) -> Location:
         base = self._bases[group % len(self._bases)]

@@ -16,7 +16,7 @@ from typing import Any
 from rigctl.checkpoints import manifest as manifests
 from rigctl.checkpoints import record as records
 from rigctl.checkpoints import structure, verify
-from rigctl.checkpoints.http import GaveUp
+from rigctl.checkpoints.http import GaveUp, Refused, UnansweredError
 from rigctl.checkpoints.hub import remove_tree
 from rigctl.checkpoints.manifest import Entry, Manifest, walk
 from rigctl.checkpoints.paths import make_parents
@@ -167,8 +167,10 @@ class Job:
         wanted = self._pinned_manifest()
         if wanted is not None and wanted.identity() != record.manifest.identity():
             return wanted.revision or "another content"
-        if not isinstance(source, HubSource | GeneratorSource) or record.origin != "staged":
+        if not isinstance(source, HubSource | GeneratorSource):
             return None
+        if record.origin == "adopted" and record.manifest.revision is None:
+            return None  # taken as it lay, without a source to compare with
         return source.revision if source.revision not in (None, record.manifest.revision) else None
 
     def _pinned_manifest(self) -> Manifest | None:
@@ -183,12 +185,12 @@ class Job:
             )
         return manifest.select(self.spec.include, self.spec.exclude)
 
-    def _manifest(self) -> Manifest | None:
+    def _manifest(self, source: FileSource | TreeSource | None = None) -> Manifest | None:
         """The pinned manifest, or what the source lists; None where only the finished files tell."""
         pinned = self._pinned_manifest()
         if pinned is not None:
             return pinned
-        listed = self.source.listing()
+        listed = (source or self.source).listing()
         return listed.select(self.spec.include, self.spec.exclude) if listed is not None else None
 
     def _occupied(self) -> bool:
@@ -210,7 +212,12 @@ class Job:
         source = self.spec.source
         if isinstance(source, LocalSource) and Path(source.path).resolve() == self.destination:
             return Outcome("adopted", True, adopt_as_it_is(self.spec, self.state, self.destination, self._read))
-        manifest = self._manifest()
+        # Adopting needs no line: the client's own retries (half a minute) are patience enough.
+        hasty = replace(self.spec, retries=0)
+        try:
+            manifest = self._manifest(open_source(hasty, self.progress, self._abort))
+        except (UnansweredError, Refused) as error:
+            return self._take_uncompared(error)
         if manifest is None:
             raise RigctlError(f"{self.destination} is not empty and its source has no manifest: adopt it instead")
         sizes = by_size(self.destination, manifest)
@@ -221,6 +228,19 @@ class Job:
         if not report.complete:
             raise RigctlError(half_copied(self.destination, manifest, report))
         return Outcome("adopted", True, adopt(self.spec, self.state, self.destination, manifest, report))
+
+    def _take_uncompared(self, why: RigctlError) -> Outcome:
+        """Adopt what is loadable by its own headers, index and code files when nobody tells what it shall be."""
+        faults = structure.check(self.destination, self.spec.kind).errors
+        if faults:
+            raise RigctlError(
+                f"{self.destination} exists, was not made by this program, and cannot be loaded as it is:\n  "
+                + "\n  ".join(faults[:10])
+                + f"\nNothing in it was touched, and its source does not tell what it shall be ({why}). Move it "
+                "away, or complete it with `rigctl checkpoints repair --in-place` once the source answers."
+            )
+        self.progress.event(f"taken as it lies, not compared with its source: {why}")
+        return Outcome("adopted", True, adopt_as_it_is(self.spec, self.state, self.destination, self._read))
 
     def _read(self, count: int) -> None:
         self.progress.advance(count, fetched=False)
