@@ -14,9 +14,18 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from rig.yaml_source import CatalogError, Document, load
 
@@ -191,6 +200,43 @@ class GeneratorSource(Entry):
 Source = Annotated[HubSource | DirectorySource | GeneratorSource, Field(discriminator="kind")]
 
 
+class Training(Entry):
+    """What a drafter was trained on, as far as it is known (docs/checkpoints.md, Drafters)."""
+
+    target: Text | None = None
+    """Name of the target it was trained for, an entry or not: another one is warned of."""
+    convention: Literal["input", "output", "engine-default", "unknown"] = "unknown"
+    """What its layer ids mean: the input or the output of the layer, or the ids the engines default to."""
+    layer_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """As the trainer numbers them; unset: those in its config.json."""
+    accept_mismatch: bool = False
+    """Serve it with other layers than it was trained on, as to repeat an old measurement."""
+    notes: dict[str, int | float | str | bool] = {}
+    """What notes say of keys of its config.json: a difference is told, not refused."""
+
+    @model_validator(mode="after")
+    def _ids_have_a_meaning(self) -> Self:
+        if self.layer_ids and self.convention in ("unknown", "engine-default"):
+            raise ValueError("layer_ids need a convention: input or output")
+        return self
+
+
+class Provenance(Entry):
+    """How a drafter was made. Told, never judged."""
+
+    engine: Text | None = None
+    """The engine that extracted the hidden states, and its version."""
+    version: Text | None = None
+    dtype: Text | None = None
+    backend: Text | None = None
+    samples: Annotated[int, Field(ge=1)] | None = None
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    epoch: Annotated[int, Field(ge=0)] | None = None
+    """Index of the epoch that was kept, counted from 0."""
+    start: Text | None = None
+    """What it was trained from."""
+
+
 class Checkpoint(Entry):
     """A model or a drafter: where it comes from and where it lies on the host."""
 
@@ -199,8 +245,16 @@ class Checkpoint(Entry):
     """Absolute, or below one of the host's path variables: {models}, {drafters}."""
     source: Source
     targets: list[str] = []
-    """Drafters only: the targets it was trained for; another target is allowed and told."""
+    """Drafters only: the targets it may serve; another target is allowed and told."""
+    training: Training = Training()
+    provenance: Provenance = Provenance()
     notes: str = ""
+
+    @model_validator(mode="after")
+    def _training_is_a_drafters(self) -> Self:
+        if self.role == "target" and (self.training != Training() or self.provenance != Provenance()):
+            raise ValueError("training and provenance belong to drafters")
+        return self
 
 
 class KnownBad(Entry):

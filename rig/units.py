@@ -80,6 +80,14 @@ def run_specification(plan: HostPlan, name: str) -> dict[str, Any]:
             "draft_tokens": speculation.draft_tokens or speculation.steps + 1,
             "break_even_length": speculation.break_even_length,
         },
+        "checkpoints": {
+            "target": configuration.target,
+            "drafter": speculation.drafter if speculation else None,
+            "version": release.version,
+            "context": configuration.context_length,
+            "trust_remote_code": configuration.trust_remote_code,
+            "training": plan.checkpoints[speculation.drafter].training.model_dump() if speculation else None,
+        },
         "harmless_log": list(release.harmless_log),
         "drain": release.drain,
         "rate_counts_bonus": release.rate_counts_bonus,
@@ -87,8 +95,8 @@ def run_specification(plan: HostPlan, name: str) -> dict[str, Any]:
         # The unit carries argv, environment and sandbox.
         "unit_digest": hashlib.sha256(unit_file(plan, name).encode()).hexdigest(),
     }
-    checkpoints = [plan.checkpoints[used].source.model_dump() for used in _checkpoints_of(configuration)]
-    return {**specification, "digest": canonical_digest({**specification, "checkpoints": checkpoints})}
+    sources = [plan.checkpoints[used].source.model_dump() for used in _checkpoints_of(configuration)]
+    return {**specification, "digest": canonical_digest({**specification, "sources": sources})}
 
 
 def _checkpoints_of(configuration: Configuration) -> list[str]:

@@ -27,7 +27,7 @@ from rig.sandbox import Box
 from rig.settings import HostSettings
 from rig.supervision import Supervision
 from rig.units import unit_files
-from tests.unit.serving import checkpoint
+from tests.unit.serving import checkpoint, drafter
 
 PORT = int(os.environ.get("KIMI_RIG_DRILL_PORT", "18100"))
 HOME = "/opt/kimi-rig-drill"
@@ -70,8 +70,18 @@ class DrillBox:
         (home / "env" / "bin").mkdir(parents=True)
         (home / "env" / "bin" / "python").symlink_to("/usr/bin/python3")
         shutil.copy(ROOT / "tests" / "standin.py", home / "standin.py")
+        checkpoint(home / "target")
+        drafter(home / "drafter")
+        self.proved()
+
+    def proved(self) -> None:
+        """Have both checkpoints recorded, as a deploy does."""
         for name in ("target", "drafter"):
-            checkpoint(home / name)
+            spec: dict[str, Any] = {"name": name, "kind": name, "destination": f"{HOME}/{name}"}
+            spec["source"] = {"type": "local", "path": f"{HOME}/{name}"}
+            self.path(f"{HOME}/{name}.json").write_text(json.dumps(spec))
+            command = f"{layout.RIGCTL} checkpoints adopt {name} --spec {HOME}/{name}.json"
+            self.ssh(command)
 
     def plan(self, supervision: Supervision = QUICK, **configurations: dict[str, Any]) -> HostPlan:
         """Units drill-a, drill-b, ... keys of `configurations`: what each has beside the defaults."""
@@ -81,7 +91,7 @@ class DrillBox:
         data |= {"api_key_file": "/nonexistent" if key else None}
         release = Release(
             engine="vllm",
-            version="0",
+            version="0.33.0",
             package="stand-in",
             accelerator="cpu",
             launch=[f"{HOME}/standin.py"],

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from rigctl.checkpoints import staging, verify
+from rigctl.checkpoints.record import quick_report
 from rigctl.cli import RigctlError
 from tests.staging.conftest import SHARDS, Bench, http_source, hub_source, same_files
 from tests.staging.hubserver import COMMIT, TOKEN, Hub
@@ -175,7 +176,7 @@ def test_generator_writes_what_becomes_the_checkpoint(bench: Bench) -> None:
         bench.stage(newer, kind="drafter")
     replaced = bench.stage(newer, kind="drafter", replace=True)
     assert replaced.state == "staged" and replaced.record.manifest.revision == "v2"
-    assert not bench.partial.exists() and staging.quick_report(replaced.record).complete
+    assert not bench.partial.exists() and quick_report(replaced.record).complete
     with pytest.raises(RigctlError, match="it would write elsewhere"):
         (bench.root / "other").mkdir()
         bench.stage(
@@ -245,16 +246,16 @@ def test_directory_without_a_manifest_is_adopted_by_its_files(bench: Bench, chec
     wanted = bench.spec({"type": "local", "path": str(bench.destination)}, kind="drafter")
     record = bench.job(wanted).stage().record
     assert record.origin == "adopted" and all(file.sha256 for file in record.manifest.files)
-    assert staging.quick_report(record).complete
+    assert quick_report(record).complete
     shard = next(bench.destination.glob("*.safetensors"))
     with shard.open("r+b") as handle:
         handle.seek(-1, os.SEEK_END)
         handle.write(b"?")
-    assert shard.name in staging.quick_report(record).damaged
+    assert shard.name in quick_report(record).damaged
     with pytest.raises(RigctlError, match="adopt it again if the change is yours"):
         bench.job(wanted).stage()
     job = bench.job(wanted)
-    assert staging.quick_report(staging.adopt_directory(wanted, bench.state, job.progress)).complete
+    assert quick_report(staging.adopt_directory(wanted, bench.state, job.progress)).complete
 
 
 def test_repair_fetches_only_what_is_wrong(bench: Bench, hub: Hub, checkpoint: Path) -> None:

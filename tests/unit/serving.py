@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import struct
@@ -14,6 +15,8 @@ from typing import Any
 
 from rig.catalog import ROOT
 from rig.supervision import Supervision
+from rigctl.checkpoints import record
+from rigctl.checkpoints.verify import manifest_of
 from rigctl.specification import Limits, Specification
 
 STANDIN = ROOT / "tests" / "standin.py"
@@ -41,6 +44,14 @@ def fields(**more: Any) -> dict[str, Any]:
         "tool_call_parser": "kimi_k2",
         "reasoning_parser": "kimi_k2",
         "speculation": {"drafter": "d", "steps": 3, "draft_tokens": 4, "break_even_length": None},
+        "checkpoints": {
+            "target": "target",
+            "drafter": "drafter",
+            "version": "0.33.0",
+            "context": 1024,
+            "trust_remote_code": False,
+            "training": {"convention": "engine-default"},
+        },
         "harmless_log": ["cannot import name 'SparseMatrix'"],
         "drain": "flag",
         "rate_counts_bonus": False,
@@ -63,12 +74,37 @@ def free_port() -> int:
 
 
 def checkpoint(directory: Path, **config: Any) -> Path:
-    """A directory that looks like a checkpoint: a config and one whole safetensors file."""
+    """A directory that looks like a target: a config and one whole safetensors file."""
+    shape = {"hidden_size": 8, "vocab_size": 16, "num_hidden_layers": 61, "max_position_embeddings": 4096}
+    return _directory(directory, {**shape, **config}, {"a": [4]})
+
+
+def drafter(directory: Path, **config: Any) -> Path:
+    """A drafter that fits `checkpoint`, by its headers."""
+    shape = {"hidden_size": 8, "vocab_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 4096}
+    content = {"architectures": ["LlamaForCausalLMEagle3"], **shape, **config}
+    return _directory(directory, content, {"fc.weight": [8, 24], "lm_head.weight": [16, 8]})
+
+
+def _directory(directory: Path, config: dict[str, Any], shapes: dict[str, list[int]]) -> Path:
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({"hidden_size": 8, "vocab_size": 16, **config}))
-    header = json.dumps({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
-    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0\0\0\0")
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        tensors[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    header = json.dumps(tensors).encode()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(end))
     return directory
+
+
+def proved(state: Path, **directories: Path) -> Path:
+    """Record checkpoints, name -> directory, as proved; the state directory."""
+    for name, place in directories.items():
+        manifest, seen = manifest_of(place, f"adopted:{place}", (), ())
+        record.State(state).save(record.Record(name, str(place), "adopted", manifest, seen, 0.0, 0.0))
+    return state
 
 
 class Run:
@@ -81,6 +117,7 @@ class Run:
         self.faults = directory / "faults.json"
         if not (directory / "target").exists():
             checkpoint(directory / "target")
+            proved(directory / "checkpoints", target=directory / "target")
         content = fields(**{"target_path": str(directory / "target"), **more})
         self.port = content["port"]
         path = directory / "specification.json"
@@ -108,6 +145,7 @@ class Run:
             "STATE_DIRECTORY": str(directory / "state"),
             "LOGS_DIRECTORY": str(directory / "logs"),
             "HOME": str(directory / "home"),
+            "RIGCTL_CHECKPOINTS": str(directory / "checkpoints"),
         }
         if (directory / "credentials").exists():
             environment["CREDENTIALS_DIRECTORY"] = str(directory / "credentials")

@@ -19,7 +19,7 @@ from rigctl.acceptance import NotAccepted, accept
 from rigctl.cli import RigctlError
 from rigctl.client import Engine
 from tests.standin import Handler, State
-from tests.unit.serving import checkpoint, specification
+from tests.unit.serving import checkpoint, drafter, proved, specification
 
 
 class Standin:
@@ -101,20 +101,21 @@ SPOILS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("why", SPOILS)
-def test_a_bad_drafter_is_refused_before_the_start(tmp_path: Path, why: str) -> None:
-    target, drafter = checkpoint(tmp_path / "target"), checkpoint(tmp_path / "drafter")
-    spec = specification(target_path=str(target), drafter_path=str(drafter))
+def test_a_bad_drafter_is_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    target, bad = checkpoint(tmp_path / "target"), drafter(tmp_path / "drafter")
+    monkeypatch.setenv("RIGCTL_CHECKPOINTS", str(proved(tmp_path / "state", target=target, drafter=bad)))
+    spec = specification(target_path=str(target), drafter_path=str(bad))
     assert dict(prechecks.run_all(spec))["drafter"].endswith("hidden size 8")
-    SPOILS[why](drafter)
+    SPOILS[why](bad)
     with pytest.raises(RigctlError, match=why):
         dict(prechecks.run_all(spec))
 
 
 def test_the_size_of_a_nested_text_config_counts(tmp_path: Path) -> None:
     target = checkpoint(tmp_path / "target", text_config={"hidden_size": 7168})
-    drafter = checkpoint(tmp_path / "drafter", hidden_size=2048)
+    other = checkpoint(tmp_path / "drafter", hidden_size=2048)
     with pytest.raises(RigctlError, match="hidden_size 2048, the model 7168"):
-        prechecks.drafter(specification(target_path=str(target), drafter_path=str(drafter)))
+        prechecks.drafter(specification(target_path=str(target), drafter_path=str(other)))
 
 
 def test_a_taken_port_and_missing_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

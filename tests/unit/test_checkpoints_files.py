@@ -254,7 +254,7 @@ def test_quick_report_keeps_what_the_last_full_one_found(tmp_path: Path) -> None
     root = tree(tmp_path / "m", FILES)
     made, seen = verify.manifest_of(root, "m", (), ())
     kept = record.Record("one", str(root), "adopted", made, seen, 1.0, 2.0, damaged={"config.json": "rot"})
-    assert staging.quick_report(kept).damaged == {"config.json": "rot"}
+    assert record.quick_report(kept).damaged == {"config.json": "rot"}
 
 
 def test_identity_depends_on_content_only() -> None:

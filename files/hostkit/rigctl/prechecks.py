@@ -22,9 +22,12 @@ from rigctl.specification import Specification
 
 Check = Callable[[Specification], str]
 
-# Name of the check -> module with `precheck(specification) -> str`, which raises RigctlError when it does not hold.
+# Name of the check -> module[:function] with `precheck(specification) -> str`, which raises RigctlError when it does
+# not hold.
 REGISTERED: dict[str, str] = {
-    "checkpoint manifest": "rigctl.checkpoints.precheck",
+    "checkpoints published": "rigctl.checkpoints.precheck:published",
+    "drafter fits": "rigctl.checkpoints.precheck:fits",
+    "remote code": "rigctl.checkpoints.precheck:trusted_code",
     "patches in place": "rigctl.patches.precheck",
     "host settings live": "rigctl.host.precheck",
 }
@@ -46,9 +49,10 @@ def checks() -> dict[str, Check | None]:
     return found
 
 
-def _external(module: str) -> Check | None:
+def _external(entry: str) -> Check | None:
+    module, _, function = entry.partition(":")
     try:
-        check: Check = importlib.import_module(module).precheck
+        check: Check = getattr(importlib.import_module(module), function or "precheck")
     except ModuleNotFoundError as error:
         if error.name and (module == error.name or module.startswith(f"{error.name}.")):
             return None

@@ -64,6 +64,7 @@ class Specification:
     tool_call_parser: str | None
     reasoning_parser: str | None
     speculation: dict[str, Any] | None
+    checkpoints: dict[str, Any]
     harmless_log: list[str]
     drain: str
     rate_counts_bonus: bool

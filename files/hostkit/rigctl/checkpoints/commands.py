@@ -247,14 +247,15 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _state_of(state: Any, name: str) -> dict[str, Any]:
     """What is known of one checkpoint: running or interrupted job, record, quick verification."""
-    from rigctl.checkpoints import staging, workplace
+    from rigctl.checkpoints import workplace
     from rigctl.checkpoints.paths import read_json
+    from rigctl.checkpoints.record import quick_report
 
     record = state.load(name)
     job = read_json(state.job_path(name), "status of the job") if state.job_path(name).exists() else None
     content: dict[str, Any] = {"name": name, "state": "unknown"}
     if record is not None:
-        report = staging.quick_report(record)
+        report = quick_report(record)
         content.update(_summary(record), quick=report.to_json(), state="complete" if report.complete else "damaged")
     if job is not None and workplace.is_locked(state, name):
         content.update(state="running", job=job)
@@ -313,11 +314,11 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _verify_one(state: Any, record: Any, *, full: bool, threads: int | None) -> Any:
     from rigctl.checkpoints import record as records
-    from rigctl.checkpoints import staging, verify
+    from rigctl.checkpoints import verify
 
     root = Path(record.path)
     if not full:
-        return staging.quick_report(record)
+        return records.quick_report(record)
     report = verify.full(root, record.manifest, threads=threads)
     report.foreign = verify.foreign_files(root, record.manifest) if root.is_dir() else []
     record.seen, record.damaged, record.foreign = report.seen, report.damaged, report.foreign
@@ -360,25 +361,15 @@ def _structure(arguments: argparse.Namespace) -> int:
 
 
 def _verdict(arguments: argparse.Namespace) -> Any:
-    from rigctl.checkpoints import engines, fit, paths
+    from rigctl.checkpoints import engines, fit, paths, precheck
 
     content = paths.read_json(arguments.training, "training") if arguments.training else {}
     if not isinstance(content, dict):
         raise RigctlError(f"{arguments.training} is not a JSON object")
-    unknown = set(content) - {"target", "convention", "layer_ids", "accept_mismatch", "notes"}
-    if unknown:
-        raise RigctlError(f"{arguments.training}: unknown key {sorted(unknown)[0]!r}")
-    ids = content.get("layer_ids")
-    training = fit.Training(
-        target=content.get("target"),
-        convention=content.get("convention", "unknown"),
-        layer_ids=tuple(ids) if ids else None,
-        accept_mismatch=bool(content.get("accept_mismatch", False)),
-        notes=content.get("notes") or {},
-    )
     known = tuple(arguments.architectures.split(",")) if arguments.architectures else None
     engine = engines.Engine(arguments.engine, arguments.version, known)
     name = arguments.target_name
+    training = precheck.training(content)
     return fit.check(arguments.target, arguments.drafter, engine, arguments.context, training, name=name)
 
 

@@ -28,6 +28,7 @@ from rigctl.checkpoints.http import (
     raise_for,
 )
 from rigctl.checkpoints.manifest import Entry, Manifest
+from rigctl.checkpoints.paths import remove_tree
 from rigctl.checkpoints.progress import Progress
 from rigctl.checkpoints.sink import Sink, SourceWrong
 from rigctl.checkpoints.spec import HubSource, Spec
@@ -285,18 +286,3 @@ def _allocated(directory: Path) -> int:
             except FileNotFoundError:
                 continue
     return total
-
-
-def remove_tree(directory: Path) -> None:
-    """Remove a directory of our own making."""
-    for place, names, files in os.walk(directory, topdown=False):
-        for name in files:
-            (Path(place) / name).unlink(missing_ok=True)
-        for name in names:
-            child = Path(place) / name
-            if child.is_symlink():
-                child.unlink()
-            else:
-                child.rmdir()
-    if directory.is_dir():
-        directory.rmdir()

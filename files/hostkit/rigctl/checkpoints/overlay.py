@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rigctl.checkpoints.hub import remove_tree
-from rigctl.checkpoints.paths import sync_directory, write_json
+from rigctl.checkpoints.paths import read_json, remove_tree, sync_directory, write_json
 from rigctl.cli import RigctlError
 
 MARK = ".rigctl-overlay.json"
@@ -40,6 +39,14 @@ def write(drafter: Path, place: Path, keys: Mapping[str, Any]) -> bool:
     fresh.rename(place)
     sync_directory(place.parent)
     return True
+
+
+def source(place: Path) -> Path | None:
+    """The drafter behind an overlay; None where `place` is no overlay."""
+    mark = place / MARK
+    if not mark.is_file():
+        return None
+    return Path(str(read_json(mark, "mark of the overlay")["drafter"]))
 
 
 def _is_current(place: Path, config: dict[str, Any], mark: dict[str, Any]) -> bool:

@@ -121,3 +121,18 @@ def read_json(path: Path, what: str) -> Any:
         raise RigctlError(f"{what} {path} does not exist") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise RigctlError(f"{what} {path} cannot be read: {error}") from error
+
+
+def remove_tree(directory: Path) -> None:
+    """Remove a directory of our own making."""
+    for place, names, files in os.walk(directory, topdown=False):
+        for name in files:
+            (Path(place) / name).unlink(missing_ok=True)
+        for name in names:
+            child = Path(place) / name
+            if child.is_symlink():
+                child.unlink()
+            else:
+                child.rmdir()
+    if directory.is_dir():
+        directory.rmdir()

@@ -15,7 +15,7 @@ from typing import Any
 from rigctl.checkpoints import manifest as manifests
 from rigctl.checkpoints.manifest import Manifest
 from rigctl.checkpoints.paths import read_json, write_json
-from rigctl.checkpoints.verify import Seen
+from rigctl.checkpoints.verify import Report, Seen, quick
 from rigctl.cli import RigctlError
 
 STATE_DIRECTORY = Path("/var/lib/kimi-rig/checkpoints")
@@ -121,6 +121,13 @@ class State:
     def save(self, record: Record) -> None:
         """Write the record whole."""
         write_json(self.record_path(record.name), record.to_json())
+
+
+def quick_report(record: Record) -> Report:
+    """The quick verification of a record; files that the last full one found damaged stay so."""
+    report = quick(Path(record.path), record.manifest, record.seen)
+    report.damaged.update(record.damaged)
+    return report
 
 
 def from_environment() -> State:

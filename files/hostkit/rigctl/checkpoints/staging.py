@@ -17,9 +17,8 @@ from rigctl.checkpoints import manifest as manifests
 from rigctl.checkpoints import record as records
 from rigctl.checkpoints import structure, verify
 from rigctl.checkpoints.http import GaveUp, Refused, UnansweredError
-from rigctl.checkpoints.hub import remove_tree
 from rigctl.checkpoints.manifest import Entry, Manifest, walk
-from rigctl.checkpoints.paths import make_parents
+from rigctl.checkpoints.paths import make_parents, remove_tree
 from rigctl.checkpoints.progress import Progress, human_bytes, human_seconds
 from rigctl.checkpoints.record import Record, State
 from rigctl.checkpoints.sink import DiskFull, Limiter, Sink, SourceWrong, disk_error
@@ -151,7 +150,7 @@ class Job:
                 f"{wanted}: give the new revision another directory, set replace (what was staged by this "
                 "program only), or move the old one away and forget it; nothing was touched"
             )
-        report = quick_report(record)
+        report = records.quick_report(record)
         if not report.complete:
             raise RigctlError(
                 f"{self.destination} is not as it was proved:\n  " + "\n  ".join(report.lines()[:20]) + "\n"
@@ -663,13 +662,6 @@ def half_copied(root: Path, manifest: Manifest, report: Report) -> str:
         f"{len(manifest.files)} files fit.\n  " + "\n  ".join(faults[:10]) + more + "\n"
         "Nothing in it was touched. Move it away, or complete it with `rigctl checkpoints repair --in-place`."
     )
-
-
-def quick_report(record: Record) -> Report:
-    """The quick verification of a record; files that the last full one found damaged stay so."""
-    report = verify.quick(Path(record.path), record.manifest, record.seen)
-    report.damaged.update(record.damaged)
-    return report
 
 
 def adopt(spec: Spec, state: State, directory: Path, manifest: Manifest, report: Report) -> Record:

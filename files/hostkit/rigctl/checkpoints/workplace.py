@@ -22,9 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from rigctl.checkpoints.hub import remove_tree
 from rigctl.checkpoints.manifest import Entry, Manifest, walk
-from rigctl.checkpoints.paths import inside, make_parents, read_json, sync_directory, write_json
+from rigctl.checkpoints.paths import inside, make_parents, read_json, remove_tree, sync_directory, write_json
 from rigctl.checkpoints.record import Record, State, parse
 from rigctl.checkpoints.verify import Seen, check_file
 from rigctl.cli import RigctlError

@@ -1,0 +1,127 @@
+"""Pre-checks of a serving unit that concern its checkpoints: published, fitting, their code as proved.
+
+From records, config files and safetensors headers: seconds, no weights are read. Each returns what it found in a few
+words and raises RigctlError when it does not hold.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rigctl.checkpoints import overlay, record
+from rigctl.checkpoints.engines import Engine
+from rigctl.checkpoints.fit import Training, Verdict, check, read_model
+from rigctl.checkpoints.manifest import FileHasher, walk
+from rigctl.checkpoints.record import Record
+from rigctl.checkpoints.verify import hash_file
+from rigctl.cli import RigctlError
+from rigctl.specification import Specification
+
+
+
+def published(specification: Specification) -> str:
+    """Target and drafter are recorded, and still as they were proved (size, mtime and inode of every file)."""
+    said = []
+    for name, path in _used(specification):
+        known = _record(name, path)
+        report = record.quick_report(known)
+        if not report.complete:
+            raise RigctlError(f"{name} in {known.path} is not as it was proved: {report.lines()[0]}; deploy again")
+        said.append(f"{name}: {report.checked} files as proved, {known.manifest.revision or known.manifest.source}")
+    return "; ".join(said)
+
+
+def trusted_code(specification: Specification) -> str:
+    """`trust_remote_code` runs no Python file but those that the proved manifests list, byte for byte."""
+    if not specification.checkpoints["trust_remote_code"]:
+        return "none is trusted"
+    count = 0
+    for name, path in _used(specification):
+        known = _record(name, path)
+        root = Path(known.path)
+        for relative, place in walk(root):
+            if place.suffix != ".py":
+                continue
+            entry = known.manifest.get(relative)
+            if entry is None:
+                raise RigctlError(f"{place} is not in the manifest of {name}: move it away, or leave trust_remote_code")
+            digest, _ = hash_file(place, FileHasher(entry.digest().partition(":")[0], place.stat().st_size))
+            if digest != entry.digest():
+                raise RigctlError(f"{place} has {digest}, the manifest of {name} says {entry.digest()}; deploy again")
+            count += 1
+    return f"{count} Python files have the digests of their manifests"
+
+
+def fits(specification: Specification, environment: Mapping[str, str] | None = None) -> str:
+    """The drafter fits its target on this engine release, and the unit has the variables that it needs.
+
+    environment: the engine's (default: this process's, which in a unit is the same).
+    """
+    if specification.drafter_path is None:
+        return "no drafter"
+    found = verdict(specification)
+    pair = f"{specification.drafter_path} for {specification.target_path}"
+    if found.refuse:
+        raise RigctlError(
+            f"{pair} on {specification.release}: {'; '.join(found.refuse)}; name another drafter in "
+            "inventory/serving.yaml, or mend its entry in inventory/checkpoints.yaml, and deploy"
+        )
+    given = os.environ if environment is None else environment
+    lacking = [f"{name}={value}" for name, value in found.environment.items() if given.get(name) != value]
+    if lacking:
+        raise RigctlError(
+            f"{pair} on {specification.release} needs {', '.join(lacking)}: "
+            f"put it into the environment of serving.{specification.name} and deploy"
+        )
+    return "; ".join(found.lines())
+
+
+def verdict(specification: Specification) -> Verdict:
+    """The verdict on a configuration's drafter. Raises RigctlError when there is nothing to judge."""
+    used = specification.checkpoints
+    target, drafter = Path(specification.target_path), Path(str(specification.drafter_path))
+    context = used["context"] or read_model(target, with_tensors=False).number("max_position_embeddings")
+    if context is None:
+        raise RigctlError(
+            f"{target}/config.json names no max_position_embeddings: set context_length in serving.yaml and deploy"
+        )
+    engine = Engine(specification.engine, used["version"])
+    return check(target, drafter, engine, context, training(used["training"]), name=used["target"])
+
+
+def training(content: Mapping[str, Any] | None) -> Training:
+    """A drafter's training as the catalogue (or --training) has it. Raises RigctlError for an unknown key."""
+    content = content or {}
+    unknown = set(content) - {"target", "convention", "layer_ids", "accept_mismatch", "notes"}
+    if unknown:
+        raise RigctlError(f"training: unknown key {sorted(unknown)[0]!r}")
+    ids = content.get("layer_ids")
+    return Training(
+        target=content.get("target"),
+        convention=content.get("convention", "unknown"),
+        layer_ids=tuple(ids) if ids else None,
+        accept_mismatch=bool(content.get("accept_mismatch", False)),
+        notes=content.get("notes") or {},
+    )
+
+
+def _used(specification: Specification) -> Iterator[tuple[str, Path]]:
+    """Names and places of the checkpoints; of a drafter's overlay the checkpoint behind it."""
+    yield specification.checkpoints["target"], Path(specification.target_path)
+    if specification.drafter_path is not None:
+        place = Path(specification.drafter_path)
+        yield specification.checkpoints["drafter"], overlay.source(place) or place
+
+
+def _record(name: str, place: Path) -> Record:
+    known = record.from_environment().load(name)
+    if known is None:
+        raise RigctlError(f"{name} has never been proved: deploy again, which stages or adopts {place}")
+    if not place.is_dir():
+        raise RigctlError(f"{name} is not at {place}; deploy again to stage it")
+    if Path(known.path).resolve() != place.resolve():
+        raise RigctlError(f"{name} was proved at {known.path}, the configuration names {place}; deploy again")
+    return known
