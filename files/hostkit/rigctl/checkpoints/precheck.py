@@ -21,7 +21,6 @@ from rigctl.cli import RigctlError
 from rigctl.specification import Specification
 
 
-
 def published(specification: Specification) -> str:
     """Target and drafter are recorded, and still as they were proved (size, mtime and inode of every file)."""
     said = []
