@@ -14,6 +14,7 @@ from rig import layout
 from rig.catalog import ROOT, Configuration
 from rig.engines import command_line, served_model_name
 from rig.hostplan import HostPlan, canonical_digest
+from rig.settings import HostSettings
 
 _JINJA = Jinja(
     loader=FileSystemLoader(ROOT / "templates"),
@@ -72,6 +73,8 @@ def run_specification(plan: HostPlan, name: str) -> dict[str, Any]:
         "gpus": configuration.gpus,
         "target_path": at.target,
         "drafter_path": at.drafter,
+        "environment_path": plan.environments[configuration.release].path,
+        "series": plan.environments[configuration.release].series_on_host,
         "speculation": None
         if speculation is None
         else {
@@ -96,7 +99,24 @@ def run_specification(plan: HostPlan, name: str) -> dict[str, Any]:
         "unit_digest": hashlib.sha256(unit_file(plan, name).encode()).hexdigest(),
     }
     sources = [plan.checkpoints[used].source.model_dump() for used in _checkpoints_of(configuration)]
-    return {**specification, "digest": canonical_digest({**specification, "sources": sources})}
+    return {
+        **specification,
+        "digest": canonical_digest({**specification, "sources": sources}),
+        # Looked at before a start; an engine that runs need not restart for them.
+        "host_settings": host_settings(plan.settings),
+    }
+
+
+def host_settings(settings: HostSettings) -> dict[str, Any]:
+    """What the supervisor looks for on the running host before it starts an engine."""
+    return {
+        "kernel_arguments": list(settings.kernel_arguments),
+        "module_options": {module: dict(options) for module, options in settings.module_options.items()},
+        "sysctls": dict(settings.sysctls),
+        "governor": settings.governor,
+        "disk_scheduler": dict(settings.disk_scheduler),
+        "power_limit_w": settings.power_limit_w,
+    }
 
 
 def _checkpoints_of(configuration: Configuration) -> list[str]:
@@ -184,6 +204,8 @@ def jit_caches(cache: str) -> dict[str, str]:
         "FLASHINFER_WORKSPACE_BASE": cache,
         "TVM_FFI_CACHE_DIR": f"{cache}/tvm-ffi",
         "CUTE_DSL_CACHE_DIR": f"{cache}/cute-dsl",
+        # Not kept: transformers copies a checkpoint's code there, and runs an old copy that looks the same.
+        "HF_MODULES_CACHE": "/tmp/modules",  # noqa: S108  # the unit's own /tmp
     }
 
 

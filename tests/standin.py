@@ -92,10 +92,19 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(200, {"data": [{"id": self.state.model}]})
         elif self.path == "/health":
             self.reply(200, "")
+        elif self.path == "/openapi.json":
+            self.reply(
+                200, {"paths": {"/v1/models": {"get": {}}, "/v1/files/{id}": {"get": {}}, "/sleep": {"post": {}}}}
+            )
         elif self.path == "/metrics":
             self.reply(200, metrics(self.state), "text/plain")
         else:
             self.reply(404, {})
+
+    def do_PROPFIND(self) -> None:
+        """A method that no route has."""
+        if not self.refused():
+            self.reply(405, {})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -227,24 +227,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @contextmanager
-def memory_group(drill: DrillBox, pid: int, mebibytes: int) -> Iterator[None]:
-    """Put one process of the box into a memory cgroup of the computer: the box's own limits may not hold."""
+def memory_group(drill: DrillBox, spare_mib: int, pid: int | None = None) -> Iterator[None]:
+    """Put the whole box, or one process of it, into a memory cgroup of the computer: the box's own limits may not hold.
+
+    spare_mib: what may still be taken. Memory taken before counts only for processes started inside.
+    """
     parent = Path("/sys/fs/cgroup/memory")
     if not (parent / "memory.limit_in_bytes").exists() or not os.access(parent, os.W_OK):
         pytest.skip("this computer has no memory controller of cgroup v1 that we may use")
-    find = f"grep -l 'NSpid.*\\s{pid}$' /proc/[0-9]*/status"
-    candidates = subprocess.run(["sh", "-c", find], capture_output=True, text=True, check=False).stdout.split()
-    inside = [path.split("/")[2] for path in candidates]
-    [outside] = [found for found in inside if Path(f"/proc/{found}/root").samefile(drill.box.root)]
     group = parent / f"kimi-rig-drill-{os.getpid()}"
     group.mkdir()
+    (group / "memory.move_charge_at_immigrate").write_text("3")
+    moved = _processes(drill, pid)
     try:
-        (group / "memory.limit_in_bytes").write_text(str(mebibytes << 20))
-        (group / "cgroup.procs").write_text(outside)
+        for found in moved:
+            with suppress(OSError):
+                (group / "cgroup.procs").write_text(str(found))
+        limit = int((group / "memory.usage_in_bytes").read_text()) + (spare_mib << 20)
+        (group / "memory.limit_in_bytes").write_text(str(limit))
         yield
     finally:
+        while left := (group / "cgroup.procs").read_text().split():
+            for number in left:
+                with suppress(OSError):
+                    (parent / "cgroup.procs").write_text(number)
         time.sleep(0.5)
         group.rmdir()
+
+
+def _processes(drill: DrillBox, pid: int | None) -> list[int]:
+    """The box's processes by their numbers outside; `pid`: only the one that has this number inside."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            numbers = re.search(r"^NSpid:\s+(.*)$", (process / "status").read_text(), re.MULTILINE)
+            inside = int(numbers[1].split()[-1]) if numbers else None
+            if (process / "root").samefile(drill.box.root) and pid in (None, inside):
+                found.append(int(process.name))
+    return found
 
 
 def slower(**more: Any) -> Supervision:

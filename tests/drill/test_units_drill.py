@@ -45,17 +45,19 @@ def test_a_fault_in_service_is_restarted(box: DrillBox, fault: str, who: str, nu
     assert row["started"]["proved"]["completion"]
 
 
-def test_out_of_memory(box: DrillBox) -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["engine", "box"])
+def test_out_of_memory(box: DrillBox, *, whole: bool) -> None:
     box.install(a={})
     box.start("a")
     begun = time.monotonic()
-    with memory_group(box, box.pid("a", ENGINE), mebibytes=30):
-        # A page the process touches above the limit ends it.
+    with memory_group(box, 30, None if whole else box.pid("a", ENGINE)):
         box.set_faults("a", grow=200)
-        row = box.until("a", 60, state="active", restarts=1)
+        row = box.until("a", 60, restarts=1)
+        box.set_faults("a")
+    row = box.until("a", 60, state="active")
     assert "lack of memory" in row["failures"][0]
-    box.told("out of memory (engine in a memory cgroup of the computer)", "active again", row["failures"][0], begun)
-    assert row["state"] == "active"
+    who = "the whole box" if whole else "the engine"
+    box.told(f"out of memory ({who} in a memory cgroup of the computer)", "active again", row["failures"][0], begun)
 
 
 def test_a_crash_loop_ends_in_failed_with_its_cause(box: DrillBox) -> None:
@@ -89,6 +91,8 @@ STRANGER = f"systemd-run -q --unit drill-stranger python3 -m http.server -b 127.
         ),
         ("key file missing", f"rm {CREDENTIALS}/api-key", "credential is missing or unreadable"),
         ("key file empty", f"echo > {CREDENTIALS}/api-key", "the API key is empty"),
+        ("key file is a directory", f"cd {CREDENTIALS}; rm api-key; mkdir api-key; touch api-key/x", "cannot be read"),
+        ("key file unreadable (no text)", f"head -c 64 /dev/urandom > {CREDENTIALS}/api-key", "not one line"),
     ],
 )
 def test_what_cannot_serve_fails_at_once(box: DrillBox, fault: str, spoil: str, why: str) -> None:

@@ -84,6 +84,8 @@ def test_routes_without_the_key(standin: Standin) -> None:
         "POST /invocations (generates)",
         "GET /health (tells its state)",
         "GET /metrics (tells its counters)",
+        "GET /openapi.json (tells its interface)",
+        "POST /sleep (listed by the engine)",
     ]
     with pytest.raises(NotAccepted, match="identity: no answer: HTTP 401"):
         accept(standin.engine("wrong key", speculation=None))
@@ -147,10 +149,16 @@ def test_gpus_are_really_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
     assert outcome in found
 
 
-def test_a_check_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prechecks, "REGISTERED", {"there": "rigctl.prechecks", "not there": "rigctl.nothing.precheck"})
+def test_a_check_can_be_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        prechecks,
+        "REGISTERED",
+        {"there": "rigctl.prechecks", "not there": "rigctl.nothing", "named": "rigctl.prechecks:disk"},
+    )
     monkeypatch.setattr(prechecks, "precheck", lambda _: "held", raising=False)
     found = prechecks.checks()
     assert found["not there"] is None
     assert found["there"] is not None
     assert found["there"](specification()) == "held"
+    assert found["named"] is prechecks.disk
+    assert dict(prechecks.run_all(specification(target_path=str(checkpoint(tmp_path / "t")))))["not there"] == "absent"

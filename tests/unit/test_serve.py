@@ -28,10 +28,11 @@ def test_ready_means_accepted_and_a_stop_is_clean(tmp_path: Path) -> None:
     listening = float(run.journal.partition("LISTENING ")[2].split()[0])
     assert 0 <= started["noticed_at"] - listening < 0.5
     assert {"identity", "completion", "tool_call", "speculation"} <= started["proved"].keys()
-    assert started["prechecks"]["host settings live"] == "absent"
+    assert started["prechecks"]["host settings live"] == "0 settings are live"
     assert "<7>[harmless] ImportError" in run.journal
     run.until("serving; answered")
     assert run.json("watch.json")["errors"] == []
+    assert 'kimi_acceptance_below_floor{configuration="drill"} 0.0' in (tmp_path / "run" / "metrics.prom").read_text()
     assert run.stop() == 0
     [log] = (tmp_path / "logs").glob("*.log")
     assert "[harmless] ImportError" in log.read_text()
@@ -160,6 +161,24 @@ def test_a_key_that_is_not_in_force_is_not_accepted(tmp_path: Path) -> None:
     run = Run(tmp_path, None, "--config", "/dev/null", api_key=True)
     assert run.end() == 78
     assert "GET /v1/models answers 200 without the API key" in run.json("cause.json")["cause"]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(b"", "is empty or cannot be read"), (b"two\nlines", "not one line"), (b"\xff\x00", "not one line")],
+)
+def test_a_key_that_cannot_be_used_is_named(tmp_path: Path, content: bytes, why: str) -> None:
+    (tmp_path / "credentials").mkdir()
+    (tmp_path / "credentials" / "api-key").write_bytes(content)
+    run = Run(tmp_path, api_key=True)
+    assert run.end() == 78
+    assert why in run.json("cause.json")["cause"]
+
+
+def test_a_specification_that_cannot_be_read_is_not_tried_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, limits={})
+    assert run.end() == 78
+    assert "is no run specification" in run.until("STATUS")
 
 
 def test_a_full_disk_ends_the_log_file_but_not_the_engine(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from rigctl.client import Engine, Metrics, Speculation, read_metrics
+from rigctl.exposition import exposition
 from rigctl.progress import Activity, Patience, measure
 from rigctl.rates import acceptance_length
 from rigctl.specification import Limits
@@ -140,6 +142,23 @@ def test_a_degenerate_answer_in_service_is_an_error() -> None:
     assert "degenerate" in (watch.verdict() or "")
 
 
+def exported_by(watch: Watch) -> dict[str, float]:
+    families = text_string_to_metric_families(exposition(specification(), watch))
+    samples = [sample for family in families for sample in family.samples]
+    assert {sample.labels["configuration"] for sample in samples} == {"drill"}
+    return {sample.name: sample.value for sample in samples}
+
+
+def test_what_is_not_known_is_not_exported() -> None:
+    engine, _, watch = watched()
+    assert "kimi_acceptance_length" not in exported_by(watch)
+    engine.fault = requests.HTTPError()
+    watch.round()
+    exported = exported_by(watch)
+    assert "kimi_answer_seconds" not in exported
+    assert exported["kimi_wrong_answers"] == 1
+
+
 @pytest.mark.parametrize(("accepted", "length", "below"), [(500, 2.0, False), (100, 1.2, True)])
 def test_acceptance_length_is_computed_from_others_steps(accepted: int, length: float, below: bool) -> None:
     engine, _, watch = watched()
@@ -148,6 +167,10 @@ def test_acceptance_length_is_computed_from_others_steps(accepted: int, length: 
     assert watch.acceptance_length == length
     assert watch.below_floor is below
     assert ("BELOW 1.25: slower than without a drafter" in watch.text()) is below
+    exported = exported_by(watch)
+    assert exported["kimi_acceptance_length"] == length
+    assert exported["kimi_acceptance_length_floor"] == 1.25
+    assert exported["kimi_acceptance_below_floor"] == below
 
 
 def test_the_floor_is_the_break_even_length_where_it_is_known() -> None:

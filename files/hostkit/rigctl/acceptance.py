@@ -68,6 +68,9 @@ ROUTES = [
     ("GET", "/docs", "tells its interface"),
     ("GET", "/openapi.json", "tells its interface"),
 ]
+# For routes that only the engine itself lists, some of which change what it does: no route has this method, and both
+# engines ask for the key before they look for a route (as middleware), so 405 says that no key was asked for.
+NO_METHOD = "PROPFIND"
 
 
 def accept(engine: Engine) -> dict[str, Any]:
@@ -86,7 +89,7 @@ def accept(engine: Engine) -> dict[str, Any]:
         before = _counters(engine)
         probes.append(("speculation", lambda: _speculation(engine, before)))
     if specification.api_key:
-        probes.append(("routes", lambda: _routes(Engine(specification))))
+        probes.append(("routes", lambda: _routes(engine, Engine(specification))))
     proved: dict[str, Any] = {}
     refused: list[str] = []
     for name, probe in probes:
@@ -113,17 +116,19 @@ def _counters(engine: Engine) -> Speculation | None:
         raise NotAccepted(f"speculation: /metrics does not answer: {reason(error)}") from None
 
 
-def _routes(stranger: Engine) -> dict[str, Any]:
+def _routes(engine: Engine, stranger: Engine) -> dict[str, Any]:
     """What the engine answers to one who has no key. vLLM guards /v1 alone, SGLang lets /health* and /metrics* pass."""
+    known = {path for _, path, _ in ROUTES}
+    listed = {path: methods for path, methods in engine.routes().items() if path not in known}
     open_routes = []
-    for method, path, gives in ROUTES:
+    for method, path, gives in [*ROUTES, *((NO_METHOD, path, "listed by the engine") for path in listed)]:
         status = stranger.status_of(method, path)
-        if status in (401, 403, 404, 405):
+        if status in (401, 403, 404) or (status == 405 and method != NO_METHOD):
             continue
         if gives == "must be guarded":
             raise NotAccepted(f"routes: {method} {path} answers {status} without the API key: the key is not in force")
-        open_routes.append(f"{method} {path} ({gives})")
-    return {"open_without_key": open_routes}
+        open_routes.append(f"{listed.get(path, method)} {path} ({gives})")
+    return {"asked": len(ROUTES) + len(listed), "open_without_key": open_routes}
 
 
 def _identity(engine: Engine) -> dict[str, Any]:

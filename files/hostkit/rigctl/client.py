@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,19 +12,26 @@ from typing import Any
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
+from rigctl.cli import RigctlError
 from rigctl.specification import Specification
 
 CREDENTIAL = Path("/etc/kimi-rig/credentials/api-key")
 
 
 def api_key() -> str | None:
-    """The engine's API key: systemd's credential inside a unit, root's file elsewhere, or none."""
+    """The engine's API key: systemd's credential inside a unit, root's file elsewhere, or none.
+
+    Raises RigctlError for what no HTTP header can carry.
+    """
     directory = os.environ.get("CREDENTIALS_DIRECTORY")
     path = Path(directory) / "api-key" if directory else CREDENTIAL
     try:
-        return path.read_text().strip() or None
+        key = path.read_bytes().strip()
     except OSError:
         return None
+    if not re.fullmatch(rb"[\x21-\x7e]*", key):
+        raise RigctlError(f"the API key in {CREDENTIAL} is not one line of plain characters: deploy again")
+    return key.decode() or None
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,15 @@ class Engine:
     def metrics_text(self, timeout: float = 5) -> str:
         """/metrics as it stands."""
         return self._get("/metrics", timeout).text
+
+    def routes(self, timeout: float = 10) -> dict[str, str]:
+        """Path -> methods of the routes that /openapi.json lists, {parameters} filled in; empty without one."""
+        try:
+            paths = self._get("/openapi.json", timeout).json()["paths"]
+            methods = {path: ", ".join(sorted(name.upper() for name in found)) for path, found in paths.items()}
+        except (requests.RequestException, ValueError, KeyError, AttributeError):
+            return {}
+        return {re.sub(r"\{[^}]*\}", "x", path): names for path, names in methods.items()}
 
     def status_of(self, method: str, path: str, timeout: float = 5) -> int:
         """HTTP status of a request with an empty JSON body; connection errors raise requests.RequestException."""

@@ -13,6 +13,7 @@ from typing import Any
 from rigctl.progress import PROC, gpu_memory, members
 from rigctl.specification import Specification, read, read_json, write_json
 
+OF_ONE_RUN = ("started.json", "watch.json", "metrics.prom", "engine.yaml")
 GRACE_SECONDS = 0.5  # helpers of a multiprocessing program end by themselves a moment after it
 
 
@@ -42,7 +43,7 @@ def record(specification: Specification) -> int:
     }
     words = read_json(specification.runtime / "cause.json") or {}
     write_json(specification.state / "ended.json", {**ended, "last_words": words.get("last_words", [])})
-    for name in ("started.json", "watch.json", "engine.yaml"):
+    for name in OF_ONE_RUN:
         (specification.runtime / name).unlink(missing_ok=True)
     for line in [*(f"ended {process}" for process in killed), *left]:
         print(f"left over: {line}", flush=True)

@@ -20,6 +20,7 @@ from typing import Literal
 from rigctl.cli import RigctlError
 from rigctl.installed import recorded, site_packages
 from rigctl.series import FilePatch, MismatchError, Patch, patched, read_series
+from rigctl.specification import Specification
 
 SCRATCH = ".{}.rigctl-new"
 
@@ -258,6 +259,22 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def precheck(specification: Specification) -> str:
+    """Pre-check of a serving unit: the engine has its series. Raises RigctlError when it has not."""
+    if specification.series is None:
+        return "this release needs none"
+    environment, series = Path(specification.environment_path), Path(specification.series)
+    report = examine(site_packages(environment), series)
+    if report.state != "already there":
+        pristine = [each.path for each in report.files if each.state == "pristine"]
+        why = f"unpatched: {', '.join(pristine)}" if report.state == "applies" else report.conflict()
+        raise RigctlError(
+            f"{environment} has not the series {series}: {why}; remove {environment}/kimi-rig.json and deploy again, "
+            "which builds it anew"
+        )
+    return f"{len(report.files)} files are {report.origin}"
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -28,10 +28,12 @@ REGISTERED: dict[str, str] = {
     "checkpoints published": "rigctl.checkpoints.precheck:published",
     "drafter fits": "rigctl.checkpoints.precheck:fits",
     "remote code": "rigctl.checkpoints.precheck:trusted_code",
-    "patches in place": "rigctl.patches.precheck",
-    "host settings live": "rigctl.host.precheck",
+    "patches in place": "rigctl.patches",
+    "host settings live": "rigctl.livesettings",
 }
 ABSENT = "absent"
+WARNING = "warning: "
+"""How the outcome of a check begins that holds, and yet found what `rigctl status` should show."""
 
 
 def checks() -> dict[str, Check | None]:

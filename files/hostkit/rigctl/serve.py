@@ -24,10 +24,11 @@ from rigctl.acceptance import NotAccepted, accept
 from rigctl.cli import RigctlError
 from rigctl.client import Engine, api_key
 from rigctl.enginelog import EngineLog, RunFile
+from rigctl.exposition import exposition
 from rigctl.listening import strangers
 from rigctl.phases import Phases
 from rigctl.progress import Patience, measure, members
-from rigctl.specification import Specification, read, write_json
+from rigctl.specification import Specification, read, write_json, write_text
 from rigctl.watch import Watch
 
 POLL_SECONDS = 0.1
@@ -50,7 +51,16 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Serve until the engine ends or systemd stops the unit. Exit code 0: stopped, 1: try again, 78: do not."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    return Supervisor(read(arguments.specification), arguments.argv, api_key()).run()
+    specification = None
+    try:
+        specification = read(arguments.specification)
+        return Supervisor(specification, arguments.argv, api_key()).run()
+    except RigctlError as error:
+        if specification is not None:
+            write_json(specification.runtime / "cause.json", {"cause": str(error)})
+        notify(f"STATUS={error}")
+        print(error, flush=True)
+        return GIVE_UP
 
 
 class Stop(Exception):
@@ -78,7 +88,7 @@ class Supervisor:
     def run(self) -> int:
         """The whole run, from the checks to the end of the engine."""
         earlier = ended.failures(self._specification)
-        for name in ("started.json", "watch.json", "cause.json"):
+        for name in (*ended.OF_ONE_RUN, "cause.json"):
             (self._specification.runtime / name).unlink(missing_ok=True)
         try:
             self._back_off(earlier)
@@ -158,7 +168,7 @@ class Supervisor:
     def _key_options(self, environment: dict[str, str]) -> list[str]:
         """Give the engine its API key where others cannot read it: never in a command line."""
         if self._specification.api_key and not self._key:
-            raise Failure("the API key is empty; put one into the operator's api_key_file and deploy")
+            raise Failure("the API key is empty or cannot be read; put one into the operator's api_key_file and deploy")
         if not self._key:
             return []
         if self._specification.engine == "vllm":
@@ -249,6 +259,7 @@ class Supervisor:
             self._meanwhile(watch.round, lambda: self._said[1], 0.2)
             with suppress(OSError):  # a full /run is no reason to stop serving
                 write_json(self._specification.runtime / "watch.json", watch.report())
+                write_text(self._specification.runtime / "metrics.prom", exposition(self._specification, watch))
             if verdict := watch.verdict():
                 self._frozen = True
                 raise Failure(verdict)
@@ -322,10 +333,6 @@ class Supervisor:
             while time.monotonic() < end and (now := self._engine.metrics()) and now.running + now.waiting:
                 self._notify("STOPPING=1", f"draining: {now.running} running, {now.waiting} waiting")
                 time.sleep(0.5)
-
-
-def _phase(text: str) -> str:
-    return text.partition("(")[0]
 
 
 def _unblock() -> None:

@@ -61,6 +61,9 @@ class Specification:
     gpus: list[int]
     target_path: str
     drafter_path: str | None
+    environment_path: str
+    series: str | None
+    host_settings: dict[str, Any]
     tool_call_parser: str | None
     reasoning_parser: str | None
     speculation: dict[str, Any] | None
@@ -91,7 +94,7 @@ class Specification:
 
     @property
     def runtime(self) -> Path:
-        """Directory of this boot's facts: started.json, watch.json, failures.json."""
+        """Directory of this boot's facts: started.json, watch.json, metrics.prom, cause.json, failures.json."""
         return self._directory("RUNTIME_DIRECTORY", RUNTIME)
 
     @property
@@ -150,7 +153,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON object in one step."""
+    write_text(path, json.dumps(content) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in one step."""
     temporary = path.with_name(f"{path.name}.new")
-    temporary.write_text(json.dumps(content) + "\n")
+    temporary.write_text(text)
     temporary.chmod(0o644)  # no secrets in there; anyone may ask `rigctl status`
     temporary.replace(path)

@@ -15,11 +15,13 @@ from rigctl.acceptance import reasoning_of
 from rigctl.cli import RigctlError
 from rigctl.client import Engine, api_key
 from rigctl.ended import failures
+from rigctl.prechecks import WARNING
 from rigctl.specification import STATE, Specification, installed, named, read_json, started
 from rigctl.systemd import UNITS, properties
 
 FALLBACK = STATE / "fallback.json"
 WANTED = ["ActiveState", "StatusText", "Result", "ExecMainStatus", "NRestarts", "NeedDaemonReload", "DropInPaths"]
+SHOWN_ROUTES = 6
 # Exit codes of systemd itself when it cannot set a unit up (systemd.exec(5)).
 SETUP_FAILURES = {
     "203": "rigctl cannot be run: deploy again",
@@ -128,8 +130,12 @@ def _remarks(
         yield f"the engine's own rate {watch['own_rate']:.2f} is {watch['own_rate_is']}"
     if unit["ActiveState"] in ("active", "activating") and (causes := failures(specification)):
         yield f"restarted after: {causes[-1]}"
+    for name, outcome in ((ran_as or {}).get("prechecks") or {}).items():
+        if outcome.startswith(WARNING):
+            yield f"{name}: {outcome.removeprefix(WARNING)}"
     if opened := ((ran_as or {}).get("proved", {}).get("routes") or {}).get("open_without_key"):
-        yield f"open without the API key: {', '.join(opened)}"
+        more = f" and {len(opened) - SHOWN_ROUTES} more (`rigctl status --json`)" if len(opened) > SHOWN_ROUTES else ""
+        yield f"open without the API key: {', '.join(opened[:SHOWN_ROUTES])}{more}"
     if ended and unit["ActiveState"] == "failed":
         yield from (f"| {line}" for line in ended.get("last_words", []))
     if ended and ended.get("left"):

@@ -28,7 +28,7 @@ class Watch:
         self._engine, self._clock = engine, clock
         self._limits = engine.specification.limits
         self._alive = clock()
-        self._errors: list[str] = []
+        self.errors: list[str] = []
         self._pulse: tuple[float, ...] = ()
         self._window: Speculation | None = None
         self._own = NOTHING  # what our own questions did to the counters since the window began
@@ -49,7 +49,7 @@ class Watch:
                     problem = None
             self._pulse = after.pulse
             self._count(before, after)
-        self._errors = [*self._errors, problem] if problem else []
+        self.errors = [*self.errors, problem] if problem else []
 
     def _ask(self) -> str | None:
         begun = self._clock()
@@ -99,8 +99,8 @@ class Watch:
 
     def verdict(self) -> str | None:
         """Why the engine must be restarted; None while it is alive."""
-        if len(self._errors) >= self._limits.errors_in_a_row:
-            return f"{len(self._errors)} times in a row it gave no good answer, the last: {self._errors[-1]}"
+        if len(self.errors) >= self._limits.errors_in_a_row:
+            return f"{len(self.errors)} times in a row it gave no good answer, the last: {self.errors[-1]}"
         silent = self._clock() - self._alive
         if silent > self._limits.frozen_minutes * 60:
             return f"frozen: for {silent:.0f} s no answer came and no counter moved"
@@ -108,8 +108,8 @@ class Watch:
 
     def text(self) -> str:
         """One line for the unit's status."""
-        if self._errors:
-            return f"serving, but it gave no good answer last: {self._errors[-1]}"
+        if self.errors:
+            return f"serving, but it gave no good answer last: {self.errors[-1]}"
         if self.answered_seconds is None:
             return f"serving; slow: no answer within {self._limits.watch_answer_seconds:g} s, watching"
         line = f"serving; answered in {self.answered_seconds:.2f} s"
@@ -124,7 +124,7 @@ class Watch:
         specification = self._engine.specification
         return {
             "answered_seconds": self.answered_seconds and round(self.answered_seconds, 3),
-            "errors": self._errors,
+            "errors": self.errors,
             "acceptance_length": self.acceptance_length and round(self.acceptance_length, 3),
             "acceptance_floor": specification.acceptance_floor if specification.speculation else None,
             "below_floor": self.below_floor,
