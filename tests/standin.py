@@ -5,6 +5,7 @@ Standard library only, since it also runs as a unit in the box. `--plan JSON` sa
     load: list of ["log", text], ["shout", bytes], ["sleep", seconds], ["busy", seconds], ["exit", code], ["stop"]
         (SIGSTOP to itself)
     worker, orphan: start a child process; the orphan leaves the process group and ignores SIGTERM
+    deaf: ignore SIGTERM
     segment_mib: keep a shared memory segment of this size
 
 `--faults FILE` is read anew for each request: {"answer": "degenerate" | "empty" | "bytes" | "think" | "no-call"},
@@ -250,7 +251,7 @@ def main() -> None:
             time.sleep(0.05)
         server.shutdown()
 
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if arguments.plan.get("deaf") else stop)
     print(f"LISTENING {time.time():.3f}", flush=True)
     server.serve_forever(poll_interval=0.05)
     if state.worker:

@@ -1,9 +1,14 @@
-"""The first six faults on the deployed CPU engine: `pytest tests/drill/test_real_engine.py --real`; ten minutes."""
+"""The first six faults, switches and the supervisor's cost on the deployed CPU engine; a quarter of an hour.
+
+`pytest tests/drill/test_real_engine.py --real`
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import statistics
 import subprocess
 import time
 from collections.abc import Iterator
@@ -76,3 +81,75 @@ def test_the_port_is_taken(box: DrillBox) -> None:
         subprocess.run(box.box.ssh_command("systemctl stop drill-stranger"), check=True)
     row = box.until(NAME, prefix="", state="failed")
     box.told("real engine: port taken by a stranger", "failed", row["status"], begun)
+
+
+OTHER = "vllm-base"
+AS_DEPLOYED = "vllm-eagle3-aq-medai"  # with the thresholds that the host's data gives
+# Asks like a client that cannot wait, and prints when it was answered first.
+CLIENT = """
+import http.client, sys, time
+while True:
+    try:
+        c = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=5)
+        for path in ("/v1/models", "/health"):
+            c.request("GET", path)
+            r = c.getresponse()
+            r.read()
+            if r.status != 200:
+                raise OSError
+        print(time.time())
+        break
+    except (OSError, http.client.HTTPException):
+        time.sleep(0.01)
+"""
+
+
+def test_the_first_moment_is_noticed_and_a_switch_has_no_gaps(box: DrillBox) -> None:
+    port = json.loads(box.path(f"{CONFIGURATIONS}/{NAME}.json").read_text())["port"]
+    box.ssh(f"systemctl start kimi-{OTHER}")
+    begun = time.monotonic()
+    noticed, probes, gaps, parts = [], [], [], []
+    for to in (NAME, OTHER, NAME, OTHER, NAME):
+        client = shlex.quote(CLIENT)
+        script = (
+            f"t=$(date +%s.%N); systemctl start --no-block kimi-{to}; "
+            # The old engine still answers while it is asked to stop.
+            f"until [ ! -e /run/kimi-rig/{NAME if to == OTHER else OTHER}/started.json ]; do sleep 0.05; done; "
+            f"first=$(python3 -c {client} {port}); systemctl start kimi-{to}; "
+            f"echo $t $(date +%s.%N) $first $(cat /run/kimi-rig/{to}/started.json)"
+        )
+        start, end, first, text = box.ssh(script).split(" ", 3)
+        old = NAME if to == OTHER else OTHER
+        told = box.ssh(f"journalctl --no-pager -o cat -u kimi-{old} -n 200 | grep -a 'of the stop' | tail -n 1")
+        stop = float(re.search(r"within ([0-9.]+) s", told)[1])  # type: ignore[index]
+        started = json.loads(text)
+        noticed.append(started["noticed_at"] - float(first))
+        probes.append(started["probe_seconds"])
+        gaps.append(float(end) - float(start) - stop - started["load_seconds"] - started["probe_seconds"])
+        parts.append((stop, started["load_seconds"]))
+    stops, loads = zip(*parts, strict=True)
+    row = (
+        f"noticed after {statistics.median(noticed):.2f} s, probes {statistics.median(probes):.2f} s, "
+        f"gaps {statistics.median(gaps):.2f} s beside stop {statistics.median(stops):.2f} s and "
+        f"load {statistics.median(loads):.2f} s (medians of 5)"
+    )
+    box.told("real engine: 5 switches", "active", row, begun)
+    print(row, noticed, gaps)
+    assert statistics.median(noticed) <= 0.5, row
+    assert statistics.median(gaps) <= 2, row
+
+
+def test_the_supervisor_costs_little(box: DrillBox) -> None:
+    box.ssh(f"systemctl start kimi-{AS_DEPLOYED}")
+    begun = time.monotonic()
+    pid = box.pid(AS_DEPLOYED, SUPERVISOR, prefix="")
+    look = f"cut -d' ' -f14,15 /proc/{pid}/stat; getconf CLK_TCK; grep VmRSS /proc/{pid}/status"
+    time.sleep(5)
+    before, after = (box.ssh(f"sleep {seconds}; {look}").split() for seconds in (0, 90))
+    share = (sum(map(int, after[:2])) - sum(map(int, before[:2]))) / int(after[2]) / 90
+    resident = int(after[4]) / 1024
+    row = f"supervisor: {100 * share:.2f} % of a core, {resident:.1f} MiB resident"
+    box.told("real engine: 90 s of service", "active", row, begun)
+    box.ssh(f"systemctl stop kimi-{AS_DEPLOYED}")
+    assert share < 0.01, row
+    assert resident < 40, row

@@ -60,6 +60,22 @@ def test_out_of_memory(box: DrillBox, *, whole: bool) -> None:
     box.told(f"out of memory ({who} in a memory cgroup of the computer)", "active again", row["failures"][0], begun)
 
 
+def test_an_engine_that_does_not_stop_is_killed_and_the_stop_is_clean(box: DrillBox) -> None:
+    box.install(slower(drain_seconds=10, stop_seconds=10), a={"plan": {"deaf": True}})
+    unit = box.path(f"{UNITS}/kimi-drill-a.service")
+    unit.write_text(unit.read_text().replace("WatchdogSec=2min", "WatchdogSec=12"))
+    box.ssh("systemctl daemon-reload")
+    box.start("a")
+    pid = box.pid("a", ENGINE)
+    begun = time.monotonic()
+    box.ssh("systemctl stop kimi-drill-a")
+    row = box.state("a")
+    assert (row["state"], row["last_end"]["result"]) == ("inactive", "success"), row
+    assert box.ssh(f"ps -o pid= -p {pid}", check=False) == ""
+    assert "is killed: it did not end within 20." in box.ssh("journalctl --no-pager -n 20 -u kimi-drill-a")
+    box.told("engine ignores the stop, longer than the watchdog waits", "inactive, nothing left", "(nothing)", begun)
+
+
 def test_a_crash_loop_ends_in_failed_with_its_cause(box: DrillBox) -> None:
     box.install(a={})
     box.start("a")

@@ -35,6 +35,7 @@ POLL_SECONDS = 0.1
 TICK_SECONDS = 1.0
 SAY_SECONDS = 10.0  # between two signs of life to systemd
 EXTEND_SECONDS = 120
+ALIVE = "WATCHDOG=1"  # wanted also while the unit stops: systemd counts on until the end (sd_notify(3))
 GIVE_UP = 78  # the unit's RestartPreventExitStatus=: another try would end the same
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
@@ -302,7 +303,7 @@ class Supervisor:
         at, before = self._said
         now = time.monotonic()
         if now - at >= SAY_SECONDS or text.split("(", maxsplit=1)[0] != before.split("(")[0]:
-            self._notify("WATCHDOG=1" if self._accepted else f"EXTEND_TIMEOUT_USEC={EXTEND_SECONDS * 1000000}", text)
+            self._notify(ALIVE if self._accepted else f"EXTEND_TIMEOUT_USEC={EXTEND_SECONDS * 1000000}", text)
 
     def _notify(self, state: str, text: str) -> None:
         self._said = (time.monotonic(), text)
@@ -316,8 +317,14 @@ class Supervisor:
             if self._accepted and not own:
                 self._drain(limits.drain_seconds)
             process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(limits.stop_seconds + (limits.drain_seconds if own else 0))
+            patience = limits.stop_seconds + (limits.drain_seconds if self._accepted and own else 0)
+            asked = time.monotonic()
+            while process.poll() is None and time.monotonic() < asked + patience:
+                notify(ALIVE)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(TICK_SECONDS)
+            ended_by_itself = "ended" if process.poll() is not None else "is killed: it did not end"
+            print(f"the engine {ended_by_itself} within {time.monotonic() - asked:.2f} s of the stop", flush=True)
         killed = ended.end_group(polite_seconds=5 if polite else 0)
         if process is not None and process.poll() is None:
             process.kill()
@@ -331,7 +338,7 @@ class Supervisor:
         end = time.monotonic() + seconds
         with suppress(requests.RequestException):
             while time.monotonic() < end and (now := self._engine.metrics()) and now.running + now.waiting:
-                self._notify("STOPPING=1", f"draining: {now.running} running, {now.waiting} waiting")
+                self._notify(f"STOPPING=1\n{ALIVE}", f"draining: {now.running} running, {now.waiting} waiting")
                 time.sleep(0.5)
 
 
