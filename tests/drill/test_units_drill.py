@@ -91,6 +91,10 @@ def test_a_crash_loop_ends_in_failed_with_its_cause(box: DrillBox) -> None:
     assert box.state("a")["state"] == "active"
 
 
+OTHER_SIZE = (
+    f"""sed -i 's/"hidden_size": 8/"hidden_size": 9/' {HOME}/drafter/config.json; """
+    f"rigctl checkpoints adopt drafter --spec {HOME}/drafter.json"
+)
 STRANGER = f"systemd-run -q --unit drill-stranger python3 -m http.server -b 127.0.0.1 {PORT}; sleep 1"
 
 
@@ -98,7 +102,9 @@ STRANGER = f"systemd-run -q --unit drill-stranger python3 -m http.server -b 127.
     ("fault", "spoil", "why"),
     [
         ("drafter missing", f"mv {HOME}/drafter {HOME}/drafter-away", "the drafter is missing"),
-        ("drafter of the wrong size", f"echo '{{\"hidden_size\": 9}}' > {HOME}/drafter/config.json", "another model"),
+        ("drafter of the wrong size", OTHER_SIZE, "hidden size 9 of the drafter's input, 8 of the target"),
+        ("drafter changed since it was proved", f"touch {HOME}/drafter/config.json", "not as it was proved"),
+        ("code in the checkpoint that was never proved", f"echo > {HOME}/target/new.py", "is not in the manifest of"),
         ("target damaged", f"truncate -s -1 {HOME}/target/model.safetensors", "the model is damaged"),
         (
             "port taken by a stranger",
@@ -113,7 +119,7 @@ STRANGER = f"systemd-run -q --unit drill-stranger python3 -m http.server -b 127.
 )
 def test_what_cannot_serve_fails_at_once(box: DrillBox, fault: str, spoil: str, why: str) -> None:
     box.prepare()
-    box.install(a={"key": "key" in fault})
+    box.install(a={"key": "key" in fault, "trust_remote_code": "code" in fault})
     box.ssh(f"echo drill-key > {CREDENTIALS}/api-key; {spoil}")
     begun = time.monotonic()
     try:
