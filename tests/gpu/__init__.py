@@ -1,0 +1,1 @@
+"""Programs for a machine with GPUs that has no network: run there by hand, their outputs become fixtures."""
