@@ -28,12 +28,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "files/hostkit")]
 
 from rig.converge import pyinfra  # noqa: E402
 from rig.facts.host import HostFacts, parse_host  # noqa: E402  # the path comes first
-from rig.supervision import Supervision  # noqa: E402
 from rig.topology import decide  # noqa: E402
 from rigctl.cli import RigctlError  # noqa: E402
 from rigctl.leftovers import holders  # noqa: E402
 from rigctl.prechecks import gpus_free  # noqa: E402
-from rigctl.specification import Limits, Specification  # noqa: E402
+from rigctl.specification import Specification  # noqa: E402
+from tests.unit.serving import limits, specification  # noqa: E402
 
 HOLD_MIB = 8192
 LIMIT_SECONDS = 180
@@ -210,12 +210,7 @@ def verify(report: Report, hosts: str) -> str:
 
 def claim(gpus: list[int], wait: float) -> Specification:
     """A configuration that claims these cards, as far as the check looks at it."""
-    limits = Supervision().model_dump(exclude={"shared_memory"}) | {"gpu_wait_seconds": wait}
-    return Specification(
-        name="check", description="", engine="vllm", release="", host="127.0.0.1", port=0, model="", api_key=False,
-        gpus=gpus, target_path="", drafter_path=None, tool_call_parser=None, reasoning_parser=None, speculation=None,
-        harmless_log=[], drain="flag", rate_counts_bonus=False, limits=Limits(**limits), unit_digest="", digest="",
-    )  # fmt: skip
+    return specification(gpus=gpus, limits=limits(gpu_wait_seconds=wait))
 
 
 def gpu_free_check() -> dict[str, Any]:
