@@ -9,5 +9,5 @@ from tasks.hostkit import hostkit
 
 plan = current_plan()
 
-hostkit()  # rigctl, which measures on the host
+hostkit(plan=plan)  # rigctl, which measures on the host
 benchmark(plan=plan)  # start, accept, warm up, measure, stop, next

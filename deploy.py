@@ -15,7 +15,7 @@ plan = current_plan()
 neighbours(plan=plan)  # told, never touched: servers on our ports and GPUs that are not ours
 base(plan=plan)  # deploy lock, packages, service user, directories, secrets
 host(plan=plan)  # preflight, driver, kernel arguments, module options, sysctls, each with its reason
-hostkit()  # rigctl, in an environment of its own
+hostkit(plan=plan)  # rigctl, in an environment of its own
 engines(plan=plan)  # one locked environment an engine release
 checkpoints(plan=plan)  # model and drafters
 units(plan=plan)  # one systemd service a serving configuration

@@ -263,6 +263,7 @@ class KnownBad(Entry):
     what: Text
     thread: Text
     refuse: bool = False
+    """A deploy refuses the release unless the host's accept_known_bad names it; else this is for the reader."""
 
 
 class Index(Entry):

@@ -41,6 +41,7 @@ class HostData(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
     ml_env: HostPath
+    wheels: HostPath | None = None
     models: HostPath
     drafters: HostPath
     configurations: list[str] | None = None
@@ -58,6 +59,8 @@ class HostData(BaseModel):
     driver_keyring: dict[str, list[str]] = {}
     driver_upgrade: bool = False
     probes: list[str] = []
+    accept_known_bad: list[str] = []
+    roll_forward: Literal["no", "yes"] = "no"
 
 
 @dataclass(frozen=True)

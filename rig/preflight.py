@@ -63,6 +63,10 @@ class Needs:
     own_ports: frozenset[int] = frozenset()
     """Ports that services of ours listen on at present."""
     may_reboot: bool = False
+    driver_upgrade: bool = False
+    """The host stage may replace the driver, so one that is too old is no error."""
+    accept_known_bad: frozenset[str] = frozenset()
+    """Releases that the host's data takes although they are known to be bad."""
 
     def releases_on(self, accelerator: str) -> dict[str, Release]:
         """The releases in use for an accelerator."""
@@ -159,7 +163,8 @@ def _driver(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
     elif driver.smi_error:
         yield _error("nvidia-smi", f"nvidia-smi: {driver.smi_error}", "see the kernel's log (NVRM, Xid)")
     if driver.open_module is False and any((gpu.compute_capability or (0, 0)) >= (10, 0) for gpu in facts.gpus):
-        yield _error(
+        replaced = _note if needs.driver_upgrade else _error
+        yield replaced(
             "driver-proprietary",
             "Blackwell cards need the open kernel modules (sapcc/metal-images#399)",
             "install nvidia-open in place of the proprietary modules",
@@ -171,11 +176,13 @@ def _driver(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
         if release.minimum_driver and (parse_version(driver.version) or ()) < (
             parse_version(release.minimum_driver) or ()
         ):
-            yield _error(
-                "driver-old",
-                f"release {name} needs driver {release.minimum_driver}, this host has {driver.version}",
-                "a working driver is not changed unasked: set driver_upgrade for this host",
-            )
+            text = f"release {name} needs driver {release.minimum_driver}, this host has {driver.version}"
+            if needs.driver_upgrade:
+                yield _note("driver-old", text, "the host stage replaces it")
+            else:
+                yield _error(
+                    "driver-old", text, "a working driver is not changed unasked: set driver_upgrade for this host"
+                )
     if len(facts.device_nodes) < len(facts.gpus) or not facts.nvidia_uvm_node:
         yield _error(
             "device-nodes",
@@ -272,6 +279,16 @@ def _system(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
         yield _note("kernel-old", f"kernel {facts.kernel} shows xGMI links of EPYC Turin as unknown; 6.17 does not")
 
 
+def _known_bad(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    for name, release in (needs.releases_on("cuda") | needs.releases_on("cpu")).items():
+        for bad in (one for one in release.known_bad if one.refuse):
+            message = f"release {name} is known to be bad: {bad.what} ({bad.thread})"
+            if name in needs.accept_known_bad:
+                yield _warning("known-bad", message, "it is taken because the host's accept_known_bad names it")
+            else:
+                yield _error("known-bad", message, "choose another release, or name it in the host's accept_known_bad")
+
+
 def _rivals(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
     if not facts.gpus:
         return
@@ -339,4 +356,4 @@ def _card(gpu: Gpu) -> str:
     return f"card {gpu.index} ({gpu.address})"
 
 
-CHECKS = (_cards, _links, _driver, _secure_boot, _memory, _space, _system, _rivals, _settings)
+CHECKS = (_cards, _links, _driver, _secure_boot, _memory, _space, _system, _known_bad, _rivals, _settings)

@@ -42,7 +42,8 @@ def variables(plan: HostPlan, release: str) -> list[str]:
 def engines(plan: HostPlan) -> None:
     present(name="Copy locks and patches", entries=engine_inputs(plan))
     for name, env in plan.environments.items():
-        environment(name=f"Build the environment of {name}", env=env, cache=f"{plan.data.ml_env}/.cache")
+        cache = f"{plan.data.ml_env}/.cache"
+        environment(name=f"Build the environment of {name}", env=env, cache=cache, wheels=plan.data.wheels)
         accepted(
             name=f"Ask {name} for its features and command lines",
             env=env,

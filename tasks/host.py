@@ -28,6 +28,8 @@ def findings(plan: HostPlan) -> list[Finding]:
         fits=fits(plan),
         own_ports=frozenset(plan.serving[name].listen.port for name in running),
         may_reboot=plan.data.reboot == "yes",
+        driver_upgrade=plan.data.driver_upgrade,
+        accept_known_bad=frozenset(plan.data.accept_known_bad),
     )
     return preflight(plan.facts, plan.decision, needs)
 

@@ -2,13 +2,15 @@
 
 from pyinfra.api import deploy
 
+from rig.hostplan import HostPlan
 from rig.operations import hostkit as operations
+from rig.target import current_plan
 
 
 @deploy("Hostkit")
-def hostkit() -> None:
-    operations.installed(name="Install rigctl")
+def hostkit(plan: HostPlan) -> None:
+    operations.installed(name="Install rigctl", wheels=plan.data.wheels)
 
 
 if __name__ == "builtins":
-    hostkit()
+    hostkit(plan=current_plan())

@@ -4,6 +4,8 @@
 
 # Engine environments: <ml_env>/<release>/<digest>. Needs about 11 GB an engine release.
 ml_env = "/opt/kimi-rig/env"
+# Directory on the host with every wheel of the locks (docs/engines.md): no package index is asked. None: the index is.
+wheels = None
 # Models. Kimi-K2.5 INT4 takes 595 GB.
 models = "/shared"
 # Drafters.
@@ -17,6 +19,11 @@ configurations = None
 catalogue_overlay = None
 # Debian/Ubuntu packages the host needs.
 base_packages = ["ca-certificates", "curl", "python3", "python3-venv", "rsync"]
+
+# Releases that are installed although releases.yaml says that this host must not have them (known_bad with refuse).
+accept_known_bad: list[str] = []
+# "yes" lets a deploy bring back the state that `make rollback` left.
+roll_forward = "no"
 
 # --- Serving ---------------------------------------------------------------------------------------------------------
 

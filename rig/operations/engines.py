@@ -20,11 +20,11 @@ STAMP = "kimi-rig.json"
 
 
 @operation()
-def environment(env: Environment, cache: str) -> Commands:
+def environment(env: Environment, cache: str, wheels: str | None = None) -> Commands:
     """The environment of one release is complete, and `<ml_env>/<release>/current` points to it.
 
     It is named by the digest of its inputs, so an existing complete one is right by construction. cache: uv's cache on
-    the same file system, which lets environments share their files by hard links.
+    the same file system, which lets environments share their files by hard links. wheels: directory with every wheel.
     """
     base = str(PurePosixPath(env.path).parent)
     proof = f"[ -e {shlex.quote(f'{env.path}/{STAMP}')} ]"
@@ -41,6 +41,7 @@ def environment(env: Environment, cache: str) -> Commands:
             "series": env.series_on_host,
             "cache": cache,
             "index": env.release.index.model_dump() if env.release.index else None,
+            "wheels": wheels,
         }
         # A directory that was there before us may hold more than ours.
         whole = [f"[ -e {shlex.quote(path)} ] || {{ {remember('tree', path)}; }}" for path in (base, cache)]

@@ -49,8 +49,11 @@ def hostkit_path() -> str:
 
 
 @operation()
-def installed() -> Commands:
-    """This version of hostkit is complete on the host and is the current one."""
+def installed(wheels: str | None = None) -> Commands:
+    """This version of hostkit is complete on the host and is the current one.
+
+    wheels: directory on the host with its packages; no index is asked then.
+    """
     path = hostkit_path()
     current = f"{layout.HOSTKIT}/current"
     proof = f"[ -e {path}/complete ]"
@@ -74,6 +77,7 @@ def installed() -> Commands:
                 argv=["sh", f"{path}/install.sh", path],
                 proof=proof,
                 limit_seconds=1200,
+                environment={"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": wheels} if wheels else {},
                 # pip's settings (indexes, wheel directories, CA bundle) are the machine's own.
                 properties=["EnvironmentFile=-/etc/environment"],
             )

@@ -70,6 +70,17 @@ def test_errors_of_the_preflight_end_the_deploy_before_anything_is_written(tmp_p
     assert "mv -fT" not in output
 
 
+def test_a_driver_below_the_minimum_ends_the_deploy_before_anything_is_written(tmp_path: Path) -> None:
+    document = TURIN.read_text()
+    assert "590.48.01" in document
+    done = stage(tmp_path, document.replace("590.48.01", "565.57.01"), "-y")
+    output = done.stdout + done.stderr
+    assert done.returncode == 1
+    assert "release sglang-0.5.9 needs driver 570, this host has 565.57.01" in output
+    assert "set driver_upgrade for this host" in output
+    assert "mv -fT" not in output
+
+
 @pytest.mark.parametrize(("answer", "why"), [(NO_PYTHON, NO_PYTHON), ("Traceback", "JSON"), ("", "JSON")])
 def test_a_host_that_cannot_be_read_says_why(answer: str, why: str) -> None:
     facts = HostReport().process(answer.splitlines())

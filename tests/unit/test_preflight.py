@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rig.catalog import load_catalog
+from rig.catalog import KnownBad, load_catalog
 from rig.facts.host import Disk, Driver, GpuProcess, HostFacts, Unit
 from rig.memory import Fit
 from rig.preflight import Needs, Severity, preflight
@@ -82,6 +82,30 @@ def test_a_bare_host_is_told_what_will_be_installed() -> None:
 )
 def test_a_fault_is_found(facts: HostFacts, code: str, severity: Severity) -> None:
     assert codes(facts)[code] is severity
+
+
+def test_a_driver_that_may_be_replaced_is_no_error() -> None:
+    old = replace(SOUND, driver=Driver("570.86.15", False))
+    assert {codes(old)[code] for code in ("driver-old", "driver-proprietary")} == {Severity.ERROR}
+    upgrade = codes(old, replace(NEEDS, driver_upgrade=True))
+    assert {upgrade[code] for code in ("driver-old", "driver-proprietary")} == {Severity.NOTE}
+
+
+def test_a_release_known_to_be_bad_is_refused_unless_the_data_takes_it() -> None:
+    bad = KnownBad(what="it answers in riddles", thread="vllm#1", refuse=True)
+    told = KnownBad(what="only worth knowing", thread="vllm#2")
+    releases = {
+        **CATALOG.releases,
+        "vllm-0.16.0": CATALOG.releases["vllm-0.16.0"].model_copy(update={"known_bad": [bad, told]}),
+    }
+    needs = replace(NEEDS, releases=releases)
+    [finding] = [one for one in preflight(SOUND, decide(SOUND), needs) if one.code == "known-bad"]
+    assert finding.severity is Severity.ERROR
+    assert "release vllm-0.16.0 is known to be bad: it answers in riddles (vllm#1)" in str(finding)
+    assert "accept_known_bad" in str(finding)
+    assert codes(SOUND, replace(needs, accept_known_bad=frozenset({"vllm-0.16.0"})))["known-bad"] is Severity.WARNING
+    unused = replace(needs, serving={"sglang-base-current": CATALOG.serving["sglang-base-current"]})
+    assert "known-bad" not in codes(SOUND, unused)
 
 
 def place(path: str, **change: Any) -> HostFacts:

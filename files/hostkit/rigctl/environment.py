@@ -24,6 +24,9 @@ from rigctl.cli import RigctlError
 from rigctl.installed import site_packages
 
 STAMP = "kimi-rig.json"
+# What it was made from, kept in it: it can be proved when the host's locks and patches are of another state.
+LOCK = "kimi-rig.lock.txt"
+SERIES = "kimi-rig.patches"
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Specification:
     """What to build.
 
     series: directory of the patches to apply. index: where packages come from that the default index lacks
-    ({"url", "packages"}).
+    ({"url", "packages"}). wheels: directory that has every wheel of the lock; no index is asked then.
     """
 
     path: Path
@@ -40,19 +43,23 @@ class Specification:
     series: Path | None
     cache: Path
     index: dict[str, Any] | None
+    wheels: Path | None = None
 
     @classmethod
     def parse(cls, text: str) -> Specification:
         data = json.loads(text)
         series = Path(data["series"]) if data["series"] else None
-        return cls(Path(data["path"]), data["python"], Path(data["lock"]), series, Path(data["cache"]), data["index"])
+        wheels = Path(data["wheels"]) if data.get("wheels") else None
+        return cls(
+            Path(data["path"]), data["python"], Path(data["lock"]), series, Path(data["cache"]), data["index"], wheels
+        )
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("environment", help="build an engine environment from its lock")
     actions = parser.add_subparsers(dest="action", required=True)
     build_parser = actions.add_parser("build")
-    build_parser.add_argument("specification", help="JSON: path, python, lock, cache, index")
+    build_parser.add_argument("specification", help="JSON: path, python, lock, series, cache, index, wheels")
     build_parser.set_defaults(run=lambda arguments: build(Specification.parse(arguments.specification)))
 
 
@@ -69,10 +76,20 @@ def build(specification: Specification) -> int:
             print(f"{path} is half-made: making it anew")
             shutil.rmtree(path)
         started = time.time()
-        _install(specification)
-        _patch(specification)
-        _prove(specification)
-        _stamp(specification, started)
+        try:
+            _install(specification)
+            _patch(specification)
+            _prove(specification)
+            _stamp(specification, started)
+        except BaseException as error:
+            # Of no use to anyone, and on a full disk in everyone's way.
+            shutil.rmtree(path, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise RigctlError(
+                    f"{error.filename or path}: {error.strerror}; {path} was not made and nothing uses it. "
+                    "Mend the cause and deploy again"
+                ) from None
+            raise
     print(f"{path} is complete after {time.time() - started:.0f} s")
     return 0
 
@@ -127,13 +144,15 @@ def _run(command: list[str], specification: Specification) -> None:
     if result.returncode != 0:
         print(result.stdout, file=sys.stderr)
         raise RigctlError(
-            f"{specification.path}: {command[1]} {command[2]} failed (above); nothing uses the half-made environment. "
+            f"{specification.path}: {command[1]} {command[2]} failed (above); it was not made and nothing uses it. "
             "Mend the cause (network, index, disk, a wrong hash in the lock) and deploy again"
         )
 
 
 def _index_options(specification: Specification) -> list[str]:
-    """The extra index, unless a local wheel directory already holds what it is needed for."""
+    """The extra index, unless a local wheel directory already holds what it is needed for; no index with all wheels."""
+    if specification.wheels is not None:
+        return ["--no-index", "--find-links", str(specification.wheels)]
     index = specification.index
     if index is None:
         return []
@@ -155,6 +174,9 @@ def _locked_wheel(lock: Path, package: str) -> str | None:
 
 
 def _stamp(specification: Specification, started: float) -> None:
+    shutil.copyfile(specification.lock, specification.path / LOCK)
+    if specification.series is not None:
+        shutil.copytree(specification.series, specification.path / SERIES)
     stamp = specification.path / STAMP
     content = {"lock": specification.lock.name, "python": specification.python, "built": int(time.time())}
     content["seconds"] = round(time.time() - started)
