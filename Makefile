@@ -9,10 +9,11 @@ override export INVENTORY := $(value INVENTORY)
 override export LIMIT := $(value LIMIT)
 override export FORMAT := $(value FORMAT)
 override export CONFIGS := $(value CONFIGS)
+override export TO := $(value TO)
 override export SWEEP := $(value SWEEP)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy verify explain reboot status uninstall bench tour check test test-drill test-engines test-bench test-staging lock format
+.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain reboot status uninstall bench tour check test test-drill test-engines test-bench test-staging lock format
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +51,9 @@ plan: .venv/ready ## INVENTORY=... [LIMIT=host]: what a deploy would change (0 n
 
 deploy: .venv/ready ## INVENTORY=... [LIMIT=host]: converge (0 converged, 3 reboot pending, 1 failed)
 	@$(BIN)/python -m rig.converge deploy "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
+
+rollback: .venv/ready ## INVENTORY=... [LIMIT=host] [TO=state]: environments, units and flags of the deploy before
+	@$(BIN)/python -m rig.rollback "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${TO:+--to="$$TO"}
 
 verify: .venv/ready ## INVENTORY=...: prove the live hosts
 	@$(BIN)/python -m pytest -q tests/host --inventory "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}

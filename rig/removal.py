@@ -12,7 +12,15 @@ from rig.hostfiles import GRUB_DROP_IN, KERNEL_CMDLINE, MODPROBE, OUR_ARGUMENTS
 INITRAMFS = "if command -v update-initramfs >/dev/null; then update-initramfs -u -k all >/dev/null; fi"
 
 # Ours with all in them wherever a deploy has been; services and jobs make more there than a record can list.
-OURS_WHOLE = (layout.HOSTKIT, layout.CONFIGURATIONS, layout.CREDENTIALS, layout.LOCKS, layout.PATCHES, layout.CACHE)
+OURS_WHOLE = (
+    layout.HOSTKIT,
+    layout.CONFIGURATIONS,
+    layout.CREDENTIALS,
+    layout.LOCKS,
+    layout.PATCHES,
+    layout.CACHE,
+    layout.STATES,
+)
 UNIT_TYPES = (".service", ".socket", ".timer", ".path", ".target", ".mount", ".slice")
 
 

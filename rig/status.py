@@ -26,6 +26,7 @@ from rig.hostplan import host_plan
 from rig.operations.hostkit import hostkit_path
 from rig.receipt import receipt_items
 from rig.settings import HostSettings
+from rig.states import rollback_text, rolled_back
 from rig.yaml_source import CatalogError
 
 SECONDS = 40
@@ -35,6 +36,7 @@ section() {{ printf '\\n== %s\\n' "$1"; }}
 section system; ( . /etc/os-release; echo "$ID-$VERSION_ID" )
 section receipt; cat {layout.RECEIPT}
 section rigctl; {layout.RIGCTL} status --json
+section state; cat {layout.PRESENT_STATE}
 section pending; cat {layout.REBOOT_PENDING}
 section specifications; cat {layout.CONFIGURATIONS}/*.json | tr -d '\\n'
 section missing; while read -r kind name; do case $kind in file|link|tree)
@@ -58,6 +60,7 @@ class HostStatus:
     deployed: str | None = None
     drift: list[str] = field(default_factory=list)
     reboot_pending: str = ""
+    rolled_back: str = ""
 
     def line(self) -> str:
         """The host in one line."""
@@ -70,6 +73,7 @@ class HostStatus:
             parts = [f"{self.configuration} {self.state} ({self.release})"]
             parts += [f"accepted since {self.accepted_since}"] if self.accepted_since else []
             parts += [f"acceptance length {self.acceptance_length:.2f}"] if self.acceptance_length is not None else []
+        parts += [self.rolled_back] if self.rolled_back else []
         parts.append(f"drift: {'; '.join(self.drift) or 'none'}")
         parts.append(f"reboot pending: {self.reboot_pending or 'no'}")
         return f"{self.host}: {', '.join(parts)}"
@@ -84,6 +88,7 @@ def read_status(name: str, data: Mapping[str, Any], output: str) -> HostStatus:
     rows = [row for row in _json(sections.get("rigctl", "")) or [] if row["state"] not in ("inactive", "failed")]
     serving = rows[0] if rows else {}
     accepted = serving.get("accepted_at")
+    present = _json(sections.get("state", ""))
     return HostStatus(
         name,
         configuration=serving.get("name"),
@@ -93,6 +98,7 @@ def read_status(name: str, data: Mapping[str, Any], output: str) -> HostStatus:
         acceptance_length=serving.get("acceptance_length"),
         deployed=f"{receipt.get('version')} at {receipt.get('at')}",
         drift=_drift(data, sections, receipt, serving),
+        rolled_back=rollback_text(present) if rolled_back(present) else "",
         reboot_pending="; ".join(sections.get("pending", "").split("\n")),
     )
 

@@ -4,9 +4,11 @@ from pyinfra.api import deploy
 
 from rig import layout
 from rig.hostplan import HostPlan
+from rig.operations import states
 from rig.operations.files import Directory, File, Link, present, secret
 from rig.operations.lock import deploy_lock
 from rig.operations.system import packages, system_user
+from rig.states import state_of
 from rig.target import current_plan, operator_secret
 
 SYSUSERS = "/etc/sysusers.d/kimi-rig.conf"
@@ -31,6 +33,8 @@ def base_paths(plan: HostPlan) -> list[Directory | File | Link]:
 @deploy("Base")
 def base(plan: HostPlan) -> None:
     deploy_lock(name="Hold the deploy lock")
+    again = plan.data.roll_forward == "yes"
+    states.wanted(name="Respect a rollback", record=state_of(plan), roll_forward=again)
     packages(name="Install packages", names=plan.packages)
     present(name="Make directories", entries=base_paths(plan))
     system_user(name=f"Create user {plan.data.service_user}", user=plan.data.service_user, declaration=SYSUSERS)

@@ -4,8 +4,9 @@ from pyinfra.api import deploy
 
 from rig import layout
 from rig.hostplan import HostPlan
-from rig.operations import system
+from rig.operations import states, system
 from rig.operations.files import File, present
+from rig.states import state_of
 from rig.target import current_plan
 from rig.units import run_specification, unit_files
 
@@ -15,12 +16,15 @@ def units(plan: HostPlan) -> None:
     names = [layout.unit_name(name) for name in plan.serving]
     boot = layout.unit_name(plan.data.enable_at_boot) if plan.data.enable_at_boot else None
     files = [File(path, text.encode()) for path, text in unit_files(plan).items()]
+    states.recorded(name="Record the state for a rollback", record=state_of(plan))
     present(name="Write units", entries=files)
     system.retired_units(name="Remove units of removed configurations", keep=[*names, layout.FALLBACK_UNIT])
     system.units_loaded(name="Load units into systemd", units=names)
     system.enabled_at_boot(name="Choose what starts at boot", wanted=boot, units=names)
     digests = {name: run_specification(plan, name)["digest"] for name in plan.serving}
     system.running_current(name="Bring running services up to date", digests=digests, restart=plan.data.restart)
+    paths = [env.path for env in plan.environments.values()]
+    states.pruned(name="Remove environments that nothing needs", ml_env=plan.data.ml_env, current=paths)
 
 
 if __name__ == "builtins":

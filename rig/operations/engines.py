@@ -56,8 +56,17 @@ def environment(env: Environment, cache: str, wheels: str | None = None) -> Comm
         )
     else:
         note(f"{base}/current points to {env.path}")
-    current = shlex.quote(f"{base}/current")
-    yield script(f"ln -sfn {shlex.quote(env.path)} {current}.new", f"mv -fT {current}.new {current}")
+    yield script(*switch(env.path))
+
+
+def switch(path: str) -> list[str]:
+    """Script lines that let `current` point to an environment, in one step, and note when (for `rigctl prune`)."""
+    link = shlex.quote(str(PurePosixPath(path).parent / "current"))
+    return [
+        f"touch -c {shlex.quote(f'{path}/{STAMP}')}",
+        f"ln -sfn {shlex.quote(path)} {link}.new",
+        f"mv -fT {link}.new {link}",
+    ]
 
 
 @operation()

@@ -15,9 +15,11 @@ import pytest
 import testinfra
 from testinfra.host import Host
 
+from rig import layout
 from rig.converge import RunFailed, asked_hosts, inventory_hosts
 from rig.facts.report import HostReport
 from rig.hostplan import HostPlan, data_paths, model_folders, plan_from_facts
+from rig.states import rolled_back, state_file, state_of
 from rig.yaml_source import CatalogError
 
 _NOT_ENFORCED = pytest.StashKey[dict[str, list[str]]]()
@@ -31,6 +33,15 @@ class Target:
     name: str
     host: Host
     plan: HostPlan
+    present: dict[str, Any]
+    """Which state is in place (rig/states.py)."""
+    state: dict[str, Any]
+    """What it shall be: the plan's state, or the recorded one that a rollback put in place."""
+
+    def names(self, attribute: str) -> list[str]:
+        """Entries of the plan that are also in the state: serving, environments, checkpoints."""
+        there = self.state.get({"serving": "units"}.get(attribute, attribute))
+        return [name for name in getattr(self.plan, attribute) if there is None or name in there]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,7 +76,19 @@ def _target(name: str, data: dict[str, Any], folder: Path) -> Target:
     facts = HostReport().process(result.stdout.splitlines())
     if "host" in facts.unknown:
         raise RunFailed(f"{name}: {facts.unknown['host']}")
-    return Target(name, host, plan_from_facts(data, facts))
+    plan = plan_from_facts(data, facts)
+    present, wanted = _json(host, layout.PRESENT_STATE), state_of(plan)
+    restored = _json(host, state_file(present["id"])) if rolled_back(present) else {}
+    return Target(name, host, plan, present, restored or wanted)
+
+
+def _json(host: Host, path: str) -> dict[str, Any]:
+    """A JSON object on the host; empty when it is absent or damaged."""
+    try:
+        found = json.loads(host.run(f"cat {path}").stdout)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _connect(name: str, data: dict[str, Any], folder: Path) -> Host:
@@ -98,7 +121,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     things = {"configuration": "serving", "checkpoint": "checkpoints", "environment": "environments"}
     for fixture, attribute in things.items():
         if fixture in metafunc.fixturenames:
-            pairs = [(target, name) for target in targets for name in getattr(target.plan, attribute)]
+            pairs = [(target, name) for target in targets for name in target.names(attribute)]
             metafunc.parametrize(("target", fixture), pairs, ids=[f"{target.name}-{name}" for target, name in pairs])
             return
     if "target" in metafunc.fixturenames:

@@ -14,13 +14,20 @@ from rig.operations.files import Directory, File, Link
 from rig.operations.hostkit import SOURCE, hostkit_path
 from rig.receipt import receipt_items
 from rig.settings import ACS_UNIT
-from rig.units import conflicts, run_specification, unit_files
+from rig.states import of_state, rollback_text, rolled_back
+from rig.units import conflicts
 from rigctl.drift import read_lock
+from rigctl.environment import LOCK, SERIES
 from rigctl.installed import normalised
 from rigctl.tiny_kimi.checkpoints import checkpoint_files as generated
 from tasks.base import base_paths
 from tasks.engines import engine_inputs
 from tests.host.conftest import Target, json_of, run
+
+
+def test_no_rollback_is_in_force(target: Target) -> None:
+    """All else is compared with the state that the rollback put in place."""
+    assert not rolled_back(target.present), rollback_text(target.present)
 
 
 def test_packages(target: Target) -> None:
@@ -57,31 +64,32 @@ def test_hostkit(target: Target) -> None:
 
 
 def test_environment_holds_what_its_lock_says(target: Target, environment: str) -> None:
-    env = target.plan.environments[environment]
-    assert target.host.file(f"{env.path}/kimi-rig.json").exists, f"{env.path} is not complete"
+    path = target.state["environments"][environment]
+    assert target.host.file(f"{path}/kimi-rig.json").exists, f"{path} is not complete"
+    assert target.host.file(f"{PurePosixPath(path).parent}/current").linked_to == path, "`current` is another one"
     listing = "import importlib.metadata as m; [print(d.name, d.version) for d in m.distributions()]"
-    installed = dict(line.split() for line in run(target.host, f"{env.interpreter} -I -c '{listing}'").splitlines())
+    installed = dict(line.split() for line in run(target.host, f"{path}/bin/python -I -c '{listing}'").splitlines())
     found = {normalised(name): version for name, version in installed.items()}
-    locked = read_lock((ROOT / env.lock).read_text())
+    locked = read_lock(run(target.host, f"cat {path}/{LOCK}"))
+    if not rolled_back(target.present):
+        assert locked == read_lock((ROOT / target.plan.environments[environment].lock).read_text())
     wrong = [
         f"{name} {found.get(name, 'missing')} (lock: {version})"
         for name, version in locked.items()
         if found.get(name) != version
     ]
-    assert not wrong, f"{env.path}: {'; '.join(wrong)}"
-    assert not (extra := found.keys() - locked.keys()), (
-        f"{env.path} holds packages of no lock: {', '.join(sorted(extra))}"
-    )
+    assert not wrong, f"{path}: {'; '.join(wrong)}"
+    assert not (extra := found.keys() - locked.keys()), f"{path} holds packages of no lock: {', '.join(sorted(extra))}"
 
 
 def test_environment_has_not_drifted(target: Target, environment: str) -> None:
     """Quick: sizes and times of every file against the record of the full proof at installation."""
-    env = target.plan.environments[environment]
-    series = f"--series {env.series_on_host}" if env.series_on_host else ""
-    command = f"rigctl drift check --json --env {env.path} --lock {env.lock_on_host} {series}"
+    path = target.state["environments"][environment]
+    series = f"--series {path}/{SERIES}" if target.host.file(f"{path}/{SERIES}").exists else ""
+    command = f"rigctl drift check --json --env {path} --lock {path}/{LOCK} {series}"
     report = json.loads(target.host.run(command).stdout)
     findings = [f"{each['where']}: {each['what']}" for each in report["findings"] if each["severity"] == "drift"]
-    assert not findings, f"{env.path}: {'; '.join(findings)}"
+    assert not findings, f"{path}: {'; '.join(findings)}"
 
 
 def test_locks_and_patches(target: Target) -> None:
@@ -106,7 +114,7 @@ def test_checkpoint_specifications(target: Target) -> None:
 
 
 def test_unit_files(target: Target) -> None:
-    assert not differences(target, [File(path, text.encode()) for path, text in unit_files(target.plan).items()])
+    assert not differences(target, [File(path, text.encode()) for path, text in target.state["files"].items()])
 
 
 def test_unit_is_loaded_as_written(target: Target, configuration: str) -> None:
@@ -126,7 +134,7 @@ def test_unit_is_loaded_as_written(target: Target, configuration: str) -> None:
 def test_no_stray_units(target: Target) -> None:
     listed = run(target.host, f"ls -1 {layout.UNITS}").split()
     strays = {name for name in listed if name.startswith("kimi-") and name.endswith(".service")}
-    strays -= {PurePosixPath(path).name for path in unit_files(target.plan)} | {ACS_UNIT, POWER_UNIT}
+    strays -= {PurePosixPath(path).name for path in target.state["files"]} | {ACS_UNIT, POWER_UNIT}
     assert not strays, f"units of no configuration: {', '.join(sorted(strays))}"
 
 
@@ -138,7 +146,7 @@ def test_what_runs(target: Target, configuration: str) -> None:
     if properties["ActiveState"] != "active":
         return
     started = json_of(target.host, f"/run/kimi-rig/{configuration}/started.json")
-    digest = run_specification(target.plan, configuration)["digest"]
+    digest = target.state["units"][configuration]
     assert started["digest"] == digest, f"{unit} is stale: it was started before the last deploy"
     entry = target.plan.serving[configuration]
     listening = run(target.host, f"ss -Hltn 'sport = :{entry.listen.port}'").split()
@@ -153,7 +161,8 @@ def test_what_runs(target: Target, configuration: str) -> None:
 def test_receipt(target: Target) -> None:
     found = json_of(target.host, layout.RECEIPT)["items"]
     items = {name: {key: value for key, value in item.items() if key != "since"} for name, item in found.items()}
-    assert items == receipt_items(target.plan, hostkit_path())
+    wanted = {key: item for key, item in receipt_items(target.plan, hostkit_path()).items() if not of_state(key)}
+    assert items == {**wanted, **target.state["items"]}
 
 
 def test_limits_of_the_box(target: Target, not_enforced: dict[str, list[str]]) -> None:

@@ -18,6 +18,7 @@ MODULES: tuple[str, ...] = (
     "leftovers",
     "patches",
     "probes",
+    "prune",
     "serve",
     "status",
     "switching",

@@ -1,0 +1,53 @@
+"""Rollback: environments, units and flags of an earlier deploy, together (rig/rollback.py runs this)."""
+
+from typing import Any
+
+from pyinfra import host
+from pyinfra.api import deploy
+from pyinfra.api.exceptions import PyinfraError
+
+from rig import layout
+from rig.facts.state import JsonFile, Lines
+from rig.operations import states, system
+from rig.operations.files import File, present
+from rig.operations.lock import deploy_lock
+from rig.states import FORMAT, NoState, left_behind, state_file, target
+from rig.target import check_privilege
+
+
+def chosen_state() -> tuple[dict[str, Any], list[str]]:
+    """The state to return to, and the ids of those that are left for it. Raises PyinfraError, naming the host."""
+    record = host.get_fact(JsonFile, path=layout.PRESENT_STATE)
+    listed = host.get_fact(Lines, script=f"cd {layout.STATES} && ls -1t ????????????.json")
+    identities = [name.removesuffix(".json") for name in listed]
+    to = host.data.get("rollback_to")
+    if host.data.get("rollback_again") and isinstance(record, dict):
+        to = record.get("id")
+    try:
+        identity = target(record, identities, str(to) if to else None)
+    except NoState as error:
+        raise PyinfraError(f"{host.name}: nothing to roll back to: {error}") from None
+    state = host.get_fact(JsonFile, path=state_file(identity))
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise PyinfraError(f"{host.name}: {state_file(identity)} is damaged, or of another version of kimi-rig")
+    return state, left_behind(record, identities, identity)
+
+
+@deploy("Rollback")
+def rollback(state: dict[str, Any], left: list[str]) -> None:
+    units = [layout.unit_name(name) for name in state["units"]]
+    deploy_lock(name="Hold the deploy lock")
+    states.restorable(name="Look for its environments", record=state)
+    states.linked(name="Point to its environments", record=state)
+    present(name="Write its units", entries=[File(path, text.encode()) for path, text in state["files"].items()])
+    system.retired_units(name="Remove units it does not have", keep=[*units, layout.FALLBACK_UNIT])
+    system.units_loaded(name="Load units into systemd", units=units)
+    restart = host.data.get("restart") or "never"
+    system.running_current(name="Bring running services back", digests=state["units"], restart=restart)
+    states.returned(name="Write it down", record=state, left=left)
+
+
+if __name__ == "builtins":
+    check_privilege()
+    chosen, others = chosen_state()
+    rollback(state=chosen, left=others)
