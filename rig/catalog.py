@@ -6,6 +6,7 @@ Pure but for reading the files. Every wrong entry raises CatalogError with one l
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import json
 import math
 import re
@@ -27,6 +28,7 @@ from pydantic import (
     model_validator,
 )
 
+from rig.command_line import nearest
 from rig.yaml_source import CatalogError, Document, load
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -329,7 +331,7 @@ def load_catalog(overlay: str | None = None, inventory: Path = INVENTORY) -> Cat
     documents = {name: _read(inventory, f"{name}.yaml") for name in SECTIONS}
     if overlay is not None:
         documents = _overlaid(documents, _read(inventory, f"overlays/{overlay}"))
-    findings: list[str] = []
+    findings: list[Finding] = []
     documents["serving"] = _resolve_extends(documents["serving"], findings)
     catalog = Catalog(
         _parse(documents["serving"], Configuration, "serving", findings),
@@ -337,11 +339,33 @@ def load_catalog(overlay: str | None = None, inventory: Path = INVENTORY) -> Cat
         _parse(documents["releases"], Release, "releases", findings),
     )
     if not documents["serving"].data and not findings:
-        findings.append(f"{inventory.name}/serving.yaml:1: serving: there is no configuration in it")
+        raise CatalogError(f"{inventory.name}/serving.yaml:1: serving: there is no configuration in it")
     findings += _cross_check(catalog, documents)
     if findings:
-        raise CatalogError("\n".join(findings))
+        raise CatalogError(_told(findings))
     return catalog
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong. path: the entry's name, then keys."""
+
+    place: str
+    section: str
+    path: tuple[str | int, ...]
+    message: str
+
+
+def _told(findings: Iterable[Finding]) -> str:
+    """One line a mistake: what an overlay's pattern or an extended entry brings into many entries is told once."""
+    entries: dict[tuple[object, ...], list[Finding]] = {}
+    for one in findings:
+        entries.setdefault((one.place, one.section, one.path[1:], one.message), []).append(one)
+    lines = []
+    for first, *others in entries.values():
+        more = f" (and in {len(others)} more entries that take it over)" if others else ""
+        lines.append(f"{first.place}: {'.'.join(map(str, (first.section, *first.path)))}: {first.message}{more}")
+    return "\n".join(lines)
 
 
 def check_all(inventory: Path = INVENTORY) -> None:
@@ -375,20 +399,24 @@ def _overlaid(documents: dict[str, Document], overlay: Document) -> dict[str, Do
     return result
 
 
-def _resolve_extends(serving: Document, findings: list[str]) -> Document:
+def _resolve_extends(serving: Document, findings: list[Finding]) -> Document:
     result = Document()
+
+    def found(path: tuple[str, ...], message: str) -> None:
+        findings.append(Finding(str(serving.place(path)), "serving", path, message))
+
     for name, value in serving.data.items():
         if value is None:
-            findings.append(f"{serving.place((name,))}: serving.{name}: there is nothing in it")
+            found((name,), "there is nothing in it")
             continue
         entry, seen = serving.section(name), [name]
         while (base := entry.data.pop("extends", None)) is not None:
             if not isinstance(base, str):
-                findings.append(f"{serving.place((name, 'extends'))}: serving.{name}.extends: the name of one entry")
+                found((name, "extends"), "the name of one entry")
                 break
             if base in seen or base not in serving.data:
                 why = "extends itself" if base in seen else f"extends {base}, which does not exist"
-                findings.append(f"{serving.place((name, 'extends'))}: serving.{name}: {why}")
+                found((name, "extends"), why)
                 break
             seen.append(base)
             entry = serving.section(base).merged(entry)
@@ -399,30 +427,35 @@ def _resolve_extends(serving: Document, findings: list[str]) -> Document:
     return result
 
 
-def _parse(document: Document, model: type[E_], section: str, findings: list[str]) -> dict[str, E_]:
+def _parse(document: Document, model: type[E_], section: str, findings: list[Finding]) -> dict[str, E_]:
     entries: dict[str, E_] = {}
     for name, value in document.data.items():
-        where = f"{document.place((name,))}: {section}.{name}"
+
+        def found(path: tuple[str | int, ...], message: str) -> None:
+            findings.append(Finding(str(document.place(path)), section, path, message))
+
         if not NAME.fullmatch(name):
-            findings.append(
-                f"{where}: a name is lower-case letters, digits, '.', '_' and '-' (a unit is named after it)"
-            )
+            found((name,), "a name is lower-case letters, digits, '.', '_' and '-' (a unit is named after it)")
             continue
         if section == "serving" and TAKEN.fullmatch(name):
-            findings.append(f"{where}: this name is taken: units or files of kimi-rig itself bear it")
+            found((name,), "this name is taken: units or files of kimi-rig itself bear it")
             continue
         try:
             entries[name] = model.model_validate(value)
         except ValidationError as error:
             for problem in error.errors(include_url=False):
-                key = (
-                    name,
-                    *(part for part in problem["loc"] if part not in ("hub", "directory", "generator")),
-                )
-                shown = ".".join(map(str, (section, *key)))
+                path = tuple(part for part in problem["loc"] if part not in ("hub", "directory", "generator"))
                 message = problem["msg"].removeprefix("Value error, ")
-                findings.append(f"{document.place(key)}: {shown}: {message}{_got(problem)}")
+                if problem["type"] == "extra_forbidden":
+                    message = f"there is no such key{nearest(str(path[-1]), _keys())}"
+                found((name, *path), message + _got(problem))
     return entries
+
+
+@cache
+def _keys() -> frozenset[str]:
+    """Every key of every entry."""
+    return frozenset(key for kind in Entry.__subclasses__() for key in kind.model_fields)
 
 
 def _got(problem: Mapping[str, Any]) -> str:
@@ -431,29 +464,44 @@ def _got(problem: Mapping[str, Any]) -> str:
     return f" (got {problem['input']!r})"
 
 
-def _cross_check(catalog: Catalog, documents: Mapping[str, Document]) -> Iterator[str]:
+def _cross_check(catalog: Catalog, documents: Mapping[str, Document]) -> Iterator[Finding]:
     for name, configuration in catalog.serving.items():
 
-        def finding(key: Iterable[str], message: str, name: str = name) -> str:
+        def finding(key: Iterable[str], message: str, name: str = name) -> Finding:
             path = (name, *key)
-            return f"{documents['serving'].place(path)}: {'.'.join(('serving', *path))}: {message}"
+            return Finding(str(documents["serving"].place(path)), "serving", path, message)
 
         yield from _check_references(configuration, catalog, finding)
         yield from _check_limits(configuration, catalog, finding)
         for part in ("flags", "environment"):
             for key in sorted(OWN_KEYS.keys() & getattr(configuration, part)):
                 yield finding([part, key], f"is set by {OWN_KEYS[key]}, not here")
+    yield from _check_checkpoints(catalog, documents["checkpoints"])
+
+
+def _check_checkpoints(catalog: Catalog, document: Document) -> Iterator[Finding]:
     for name, checkpoint in catalog.checkpoints.items():
         for target in checkpoint.targets:
             if target not in catalog.checkpoints:
-                at = documents["checkpoints"].place((name, "targets"))
-                yield f"{at}: checkpoints.{name}.targets: there is no checkpoint {target}"
+                at = str(document.place((name, "targets")))
+                yield Finding(at, "checkpoints", (name, "targets"), f"there is no checkpoint {target}")
+    for name, other in overlapping({name: entry.path for name, entry in catalog.checkpoints.items()}):
+        at = str(document.place((name, "path")))
+        where = f"lies in {catalog.checkpoints[name].path}, and so does {other} ({catalog.checkpoints[other].path})"
+        yield Finding(at, "checkpoints", (name, "path"), f"{where}: each checkpoint has a directory of its own")
 
 
-Finding = Callable[[Iterable[str], str], str]
+def overlapping(paths: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Pairs of names, the later one first, whose paths are the same or one below the other."""
+    for (one, path), (other, second) in itertools.combinations(paths.items(), 2):
+        if f"{path}/".startswith(f"{second}/") or f"{second}/".startswith(f"{path}/"):
+            yield other, one
 
 
-def _check_references(configuration: Configuration, catalog: Catalog, finding: Finding) -> Iterator[str]:
+Tell = Callable[[Iterable[str], str], Finding]
+
+
+def _check_references(configuration: Configuration, catalog: Catalog, finding: Tell) -> Iterator[Finding]:
     if configuration.release not in catalog.releases:
         yield finding(["release"], f"there is no release {configuration.release}{_known(catalog.releases)}")
     wanted = [(["target"], configuration.target, "target")]
@@ -467,7 +515,7 @@ def _check_references(configuration: Configuration, catalog: Catalog, finding: F
             yield finding(key, f"{name} is a {checkpoint.role}, a {role} is needed")
 
 
-def _check_limits(configuration: Configuration, catalog: Catalog, finding: Finding) -> Iterator[str]:
+def _check_limits(configuration: Configuration, catalog: Catalog, finding: Tell) -> Iterator[Finding]:
     gpus = configuration.gpus
     if len(set(gpus)) != len(gpus):
         yield finding(["gpus"], f"a GPU is listed twice: {gpus}")

@@ -5,7 +5,7 @@ several. So the wrapper counts hosts itself, lets every dry run say which hosts 
 calls a deploy converged only when a dry run after it finds nothing left to do.
 
 Exit codes: 0 converged (deploy) or nothing to do (plan); 1 failed; 2 something would change (plan); 3 converged as far
-as a pending reboot allows.
+as a pending reboot allows; 64 wrong usage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from rig.catalog import ROOT, check_all
+from rig.command_line import Parser, end_with_parent
 from rig.connect import talk_text
+from rig.hostplan import refuse_unknown
 from rig.operations.common import PLAN_LOG, REFUSED
 from rig.secrets import PROMPT, SecretError, ask, hand_on
 from rig.yaml_source import CatalogError
@@ -119,13 +121,19 @@ def inventory_hosts(inventory: str) -> list[dict[str, Any]]:
 def asked_hosts(inventory: str, limits: Sequence[str]) -> list[str]:
     """Names of the hosts a run is asked to bring to their state, by pyinfra's rules for --limit.
 
-    Raises RunFailed when a limit matches nothing, or a host's SSH key does not exist.
+    Raises RunFailed when a limit matches nothing, a host's data has a key nobody reads, or its SSH key does not exist.
     """
     hosts = inventory_hosts(inventory)
     chosen = [host["name"] for host in hosts] if not limits else _limited(hosts, inventory, limits)
     for host in hosts:
+        if host["name"] not in chosen:
+            continue
+        try:
+            refuse_unknown(host["data"])
+        except CatalogError as error:
+            raise RunFailed(f"{host['name']}: {error}") from None
         key = host["data"].get("ssh_key")
-        if host["name"] in chosen and key and not Path(key).expanduser().exists():
+        if key and not Path(key).expanduser().exists():
             raise RunFailed(f"{host['name']}: its SSH key {key} does not exist (`make sandbox` makes the sandbox's)")
     return chosen
 
@@ -155,7 +163,9 @@ def _run(inventory: str, arguments: Sequence[str], **more: Any) -> subprocess.Co
     secrets = _prompted(inventory) if DEPLOY_FILE in arguments else ()
     command = pyinfra(*secrets, *arguments)
     # Descriptors of handed-on secrets are the only inheritable ones.
-    return subprocess.run(command, check=False, cwd=ROOT, close_fds=False, text=True, **more)
+    return subprocess.run(
+        command, check=False, cwd=ROOT, close_fds=False, text=True, preexec_fn=end_with_parent, **more
+    )
 
 
 def make_plan(inventory: str, limits: Sequence[str], extra: Sequence[str] = (), deploy_file: str = DEPLOY_FILE) -> Plan:
@@ -244,7 +254,7 @@ def _write_json(plan: Plan, arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `plan` or `deploy`; every failure is one message and exit code 1, an interrupt too."""
-    parser = argparse.ArgumentParser(prog="python -m rig.converge", description=(__doc__ or "").split("\n", 1)[0])
+    parser = Parser(prog="python -m rig.converge", description=(__doc__ or "").split("\n", 1)[0])
     subparsers = parser.add_subparsers(required=True)
     for name, run in (("plan", plan_command), ("deploy", deploy_command)):
         sub = subparsers.add_parser(name)

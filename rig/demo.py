@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -15,6 +14,7 @@ from typing import Any
 
 from rig import converge
 from rig.catalog import ROOT, load_catalog
+from rig.command_line import Parser
 from rig.layout import unit_name
 from rig.sandbox import Box, SandboxError
 
@@ -108,7 +108,7 @@ def _print(answer: dict[str, Any], took: dict[str, float]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; 0 when an answer came, else 1 with the reason."""
-    parser = argparse.ArgumentParser(prog="python -m rig.demo", description=(__doc__ or "").split("\n", 1)[0])
+    parser = Parser(prog="python -m rig.demo", description=(__doc__ or "").split("\n", 1)[0])
     parser.parse_args(argv)
     os.environ.setdefault("PYINFRA_PROGRESS", "off")
     try:

@@ -5,7 +5,6 @@ Exit codes: 0 printed; 1 a host could not be read.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rig.catalog import ROOT, check_all
+from rig.command_line import Parser
 from rig.converge import RunFailed, asked_hosts, pyinfra
 from rig.explain import explain_json, explain_text
 from rig.facts.host import FactsError, parse_host
@@ -56,9 +56,7 @@ def recorded_page(path: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the pages."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rig.explain_command", description=(__doc__ or "").split("\n", 1)[0]
-    )
+    parser = Parser(prog="python -m rig.explain_command", description=(__doc__ or "").split("\n", 1)[0])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("inventory", nargs="?", help="such as inventory/gpu.py")
     source.add_argument("--facts", type=Path, help="a recorded document of host_facts.py instead of a live host")

@@ -12,12 +12,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pyinfra.api.arguments import all_global_arguments
+from pyinfra.api.connectors import get_all_connectors
 
 from rig import layout
-from rig.catalog import ROOT, Catalog, Checkpoint, Configuration, HostPath, Package, Release, Text, load_catalog
+from rig.catalog import (
+    ROOT,
+    Catalog,
+    Checkpoint,
+    Configuration,
+    HostPath,
+    Package,
+    Release,
+    Text,
+    load_catalog,
+    overlapping,
+)
+from rig.command_line import nearest
 from rig.engines import Locations
 from rig.facts.host import HostFacts
 from rig.settings import ACS_UNIT, HostSettings, with_host
@@ -29,6 +43,9 @@ from rig.yaml_source import CatalogError
 DISTRIBUTION_PYTHON = {"debian-12": "3.11", "ubuntu-24.04": "3.12"}
 
 
+BENCHMARK_KEYS = {"bench_sweep", "bench_configurations"}  # read by tasks/benchmark.py
+
+
 def _service_user(name: str) -> str:
     if name == "root" or not re.fullmatch(r"[a-z_][a-z0-9_-]{0,30}", name):
         raise ValueError("the name of a system user other than root: lower-case letters, digits, '_' and '-'")
@@ -36,7 +53,7 @@ def _service_user(name: str) -> str:
 
 
 class HostData(BaseModel):
-    """The host data of inventory/group_data/all.py, typed. Other keys (ssh_user, ...) belong to pyinfra."""
+    """The host data of inventory/group_data/all.py, typed; see `refuse_unknown` for all others."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
@@ -156,6 +173,10 @@ def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings
     names = sorted({configuration.target for configuration in serving.values()})
     names += sorted({c.speculation.drafter for c in serving.values() if c.speculation})
     checkpoints = {name: catalog.checkpoints[name] for name in names}
+    paths = {name: _checkpoint_path(entry, host) for name, entry in checkpoints.items()}
+    for name, other in overlapping(paths):
+        where = f"{name} would lie at {paths[name]}, {other} at {paths[other]}"
+        raise CatalogError(f"host data models, drafters: checkpoint {where}: each needs a directory of its own")
     releases = sorted({configuration.release for configuration in serving.values()})
     return HostPlan(
         data=host,
@@ -164,11 +185,28 @@ def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings
         serving={n: with_host(c, catalog.releases[c.release].engine, settings) for n, c in serving.items()},
         environments={name: _environment(name, catalog.releases[name], python, host) for name in releases},
         checkpoints=checkpoints,
-        checkpoint_paths={name: _checkpoint_path(entry, host) for name, entry in checkpoints.items()},
+        checkpoint_paths=paths,
     )
 
 
+def refuse_unknown(data: Mapping[str, Any]) -> None:
+    """Raises CatalogError for keys that neither we nor pyinfra read: mistyped, they would silently do nothing."""
+    known = {*HostData.model_fields, *BENCHMARK_KEYS, *pyinfra_keys()}
+    if unknown := sorted(data.keys() - known):
+        told = "; ".join(f"there is no key {key}{nearest(key, known)}" for key in unknown)
+        raise CatalogError(f"host data (inventory/group_data/all.py lists it): {told}")
+
+
+@cache
+def pyinfra_keys() -> frozenset[str]:
+    """Keys of host data that pyinfra reads: its connectors' (ssh_user, ...) and its global arguments (_sudo, ...)."""
+    connectors = get_all_connectors().values()  # type: ignore[no-untyped-call]  # pyinfra leaves it untyped
+    found = {key for connector in connectors for key in get_type_hints(connector.data_cls)}
+    return frozenset(found | {key for key, _ in all_global_arguments() if key.startswith("_")})
+
+
 def _host_data(data: Mapping[str, Any]) -> HostData:
+    refuse_unknown(data)
     known = {key: value for key, value in data.items() if key in HostData.model_fields}
     try:
         return HostData.model_validate(known)

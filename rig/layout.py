@@ -31,6 +31,7 @@ AT_WORK = f"{RUNTIME}/at-work.lock"
 UNITS = "/etc/systemd/system"
 UNIT_MARK = "# Written by kimi-rig"
 CACHE = "/var/cache/kimi-rig"
+LOGS = "/var/log/kimi-rig"
 FALLBACK_UNIT = "kimi-fallback@.service"
 
 

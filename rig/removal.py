@@ -11,7 +11,7 @@ from rig.hostfiles import GRUB_DROP_IN, KERNEL_CMDLINE, MODPROBE, OUR_ARGUMENTS
 
 INITRAMFS = "if command -v update-initramfs >/dev/null; then update-initramfs -u -k all >/dev/null; fi"
 
-# Ours with all in them wherever a deploy has been; services and jobs make more there than a record can list.
+# Where the record lists one of these directories, all in it is ours: services and jobs make more than it can list.
 OURS_WHOLE = (
     layout.HOSTKIT,
     layout.CONFIGURATIONS,
@@ -20,13 +20,14 @@ OURS_WHOLE = (
     layout.PATCHES,
     layout.CACHE,
     layout.STATES,
+    layout.LOGS,
 )
 UNIT_TYPES = (".service", ".socket", ".timer", ".path", ".target", ".mount", ".slice")
 
 
 def trees(created: Created) -> list[str]:
     """Directories to remove with all in them."""
-    found = {*created.names("tree"), *(path for path in OURS_WHOLE if created.recorded)}
+    found = {*created.names("tree"), *(path for path in created.names("directory") if path in OURS_WHOLE)}
     return sorted(path for path in found if not _below_any(path, found - {path}))
 
 

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from rig.command_line import Parser
 from rig.converge import CONVERGED, FAILED, WOULD_CHANGE, RunFailed, make_plan, run_pyinfra
 from rig.secrets import SecretError
 from rig.yaml_source import CatalogError
@@ -43,7 +44,7 @@ def rollback(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the rollback; every failure is one message and exit code 1."""
-    parser = argparse.ArgumentParser(prog="python -m rig.rollback", description=(__doc__ or "").split("\n", 1)[0])
+    parser = Parser(prog="python -m rig.rollback", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("inventory", help="such as inventory/gpu.py")
     parser.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern; may be repeated")
     parser.add_argument("--to", help="a state of the host's by its id; default: the one before the present one")

@@ -7,7 +7,6 @@ Drift is what can be told cheaply: the host's receipt against this repository, a
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import subprocess
@@ -20,6 +19,7 @@ from typing import Any
 
 from rig import layout
 from rig.catalog import check_all
+from rig.command_line import Parser
 from rig.connect import ssh_words
 from rig.converge import FAILED, RunFailed, asked_hosts, inventory_hosts
 from rig.hostplan import host_plan
@@ -154,6 +154,8 @@ def _documents(text: str) -> list[dict[str, Any]]:
 
 def ask(name: str, data: Mapping[str, Any]) -> HostStatus:
     """Read one host's status. Never raises for a host that does not answer."""
+    if name.startswith("@") and name != "@local":
+        return HostStatus(name, reached=False, trouble="no machine stands behind this name (pyinfra's connectors)")
     shell = ["sudo", "-n", "sh", "-s"] if data.get("_sudo") else ["sh", "-s"]
     options = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
     command = shell if name == "@local" else [*ssh_words(name, data, *options), shlex.join(shell)]
@@ -181,7 +183,7 @@ def status(inventory: str, limits: Sequence[str]) -> list[HostStatus]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the status of all hosts; 0 when every one answered."""
-    parser = argparse.ArgumentParser(prog="python -m rig.status", description=(__doc__ or "").split("\n", 1)[0])
+    parser = Parser(prog="python -m rig.status", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("inventory", help="such as inventory/gpu.py")
     parser.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern; may be repeated")
     parser.add_argument("--json", action="store_true", help="the same as one JSON list")

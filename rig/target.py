@@ -11,7 +11,7 @@ from pyinfra.api.exceptions import PyinfraError
 from rig.facts.privilege import Privilege
 from rig.facts.report import HostReport
 from rig.facts.state import HostBasics
-from rig.hostplan import HostData, HostPlan, data_paths, host_plan, model_folders, plan_from_facts
+from rig.hostplan import HostPlan, data_paths, host_plan, model_folders, plan_from_facts
 from rig.secrets import SecretError, read_secret
 from rig.settings import settings_from_gpus
 from rig.yaml_source import CatalogError
@@ -57,7 +57,8 @@ def current_plan() -> HostPlan:
 
 
 def _data() -> dict[str, Any]:
-    return {key: host.data.get(key) for key in HostData.model_fields if hasattr(host.data, key)}
+    found: dict[str, Any] = host.data.dict()  # type: ignore[no-untyped-call]  # pyinfra leaves it untyped
+    return found
 
 
 def operator_secret(source: str, what: str) -> bytes:

@@ -5,12 +5,12 @@ The plan is the deploy's own dry run; unit and explanation are what the deploy w
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rig.catalog import ROOT
+from rig.command_line import Parser
 from rig.connect import talk_text
 from rig.converge import FAILED, RunFailed, inventory_hosts, make_plan
 from rig.explain import explain_text
@@ -61,7 +61,7 @@ PAGES: dict[str, tuple[str, Callable[[HostPlan], str]]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the pages asked for, all by default; 0, or 1 with the reason."""
-    parser = argparse.ArgumentParser(prog="python -m rig.tour", description=(__doc__ or "").split("\n", 1)[0])
+    parser = Parser(prog="python -m rig.tour", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"of {', '.join(PAGES)}; default all")
     arguments = parser.parse_args(argv)
     if unknown := sorted(set(arguments.pages) - set(PAGES)):

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from rig.command_line import Parser
 from rig.converge import CONVERGED, FAILED, Plan, RunFailed, make_plan, run_pyinfra
 from rig.secrets import SecretError
 from rig.yaml_source import CatalogError
@@ -59,7 +60,7 @@ def uninstall(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the uninstall; every failure is one message and exit code 1."""
-    parser = argparse.ArgumentParser(prog="python -m rig.uninstall", description=(__doc__ or "").split("\n", 1)[0])
+    parser = Parser(prog="python -m rig.uninstall", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("inventory", help="such as inventory/gpu.py")
     parser.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern; may be repeated")
     parser.add_argument("--plan", action="store_true", help="only show what would be removed")

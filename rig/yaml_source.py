@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,6 +133,7 @@ def _construct(node: yaml.Node, file: str, key: Key, places: dict[Key, Place]) -
         return [_construct(item, file, (*key, index), places) for index, item in enumerate(node.value)]
     loader = yaml.SafeLoader("")
     try:
+        _unambiguous(node)
         value = loader.construct_object(node)
         if isinstance(value, str):
             _sendable(value)
@@ -149,6 +151,14 @@ def _items(node: yaml.MappingNode, file: str) -> Iterator[tuple[str, yaml.Node, 
         if not plain:
             raise CatalogError(f"{file}:{line}: keys are plain names here (no merge keys, no structures)")
         yield key_node.value, value_node, line
+
+
+def _unambiguous(node: yaml.Node) -> None:
+    """Numbers that YAML 1.1 reads in another way than people do: 010000 is 4096, 22:00 is 1320."""
+    numeric = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float") and isinstance(node.value, str)
+    if numeric and re.fullmatch(r"[-+]?(0[0-7_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)", node.value):
+        read = yaml.SafeLoader("").construct_object(node)
+        raise ValueError(f"YAML reads {node.value} as {read}: write {read}, or '{node.value}' if a text is meant")
 
 
 def _sendable(text: str) -> None:

@@ -21,6 +21,7 @@ def base_paths(plan: HostPlan) -> list[Directory | File | Link]:
     return [
         *(Directory(path, "0755", "root", "root") for path in (layout.INSTALL, layout.HOSTKIT, layout.ETC)),
         *(Directory(path, "0755", "root", "root") for path in (layout.CONFIGURATIONS, layout.LOCKS, layout.STATE)),
+        *(Directory(path, "0755", "root", "root") for path in (layout.CACHE, layout.LOGS)),
         Directory(layout.CREDENTIALS, "0700", "root", "root"),
         Directory(plan.data.ml_env),
         Directory(plan.data.models),

@@ -66,7 +66,9 @@ def benchmark(plan: HostPlan) -> None:
         units = {layout.unit_name(made) for made in derived.made} | {f"{made}.json" for made in derived.made}
         files = [File(path, text.encode()) for path, text in texts.items() if Path(path).name in units]
         present(name="Write units of derived configurations", entries=files)
-        system.units_loaded(name="Load them into systemd", units=[layout.unit_name(made) for made in derived.made])
+        system.units_loaded(
+            name="Load them into systemd", units=[layout.unit_name(made) for made in derived.made], files=files
+        )
     models = sorted({derived.plan.checkpoint_paths[model] for model in _models(derived)})
     bench.measured(name="Measure", sweep=sweep, models=models, keep=keep)
     bench.removed(name="Remove derived configurations", derived=derived)

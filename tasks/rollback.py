@@ -39,9 +39,10 @@ def rollback(state: dict[str, Any], left: list[str]) -> None:
     deploy_lock(name="Hold the deploy lock")
     states.restorable(name="Look for its environments", record=state)
     states.linked(name="Point to its environments", record=state)
-    present(name="Write its units", entries=[File(path, text.encode()) for path, text in state["files"].items()])
+    files = [File(path, text.encode()) for path, text in state["files"].items()]
+    present(name="Write its units", entries=files)
     system.retired_units(name="Remove units it does not have", keep=[*units, layout.FALLBACK_UNIT])
-    system.units_loaded(name="Load units into systemd", units=units)
+    system.units_loaded(name="Load units into systemd", units=units, files=files)
     restart = host.data.get("restart") or "never"
     system.running_current(name="Bring running services back", digests=state["units"], restart=restart)
     states.returned(name="Write it down", record=state, left=left)

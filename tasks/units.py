@@ -19,7 +19,7 @@ def units(plan: HostPlan) -> None:
     states.recorded(name="Record the state for a rollback", record=state_of(plan))
     present(name="Write units", entries=files)
     system.retired_units(name="Remove units of removed configurations", keep=[*names, layout.FALLBACK_UNIT])
-    system.units_loaded(name="Load units into systemd", units=names)
+    system.units_loaded(name="Load units into systemd", units=names, files=files)
     system.enabled_at_boot(name="Choose what starts at boot", wanted=boot, units=names)
     digests = {name: run_specification(plan, name)["digest"] for name in plan.serving}
     system.running_current(name="Bring running services up to date", digests=digests, restart=plan.data.restart)

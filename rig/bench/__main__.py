@@ -16,6 +16,7 @@ from rig.bench.fairness import is_noise
 from rig.bench.plots import PlottingMissing
 from rig.bench.views import diagnose_point
 from rig.catalog import ROOT
+from rig.command_line import Parser, end_with_parent
 from rig.converge import RunFailed, asked_hosts, pyinfra
 from rig.yaml_source import CatalogError
 
@@ -31,7 +32,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     options += [word for limit in arguments.limit for word in ("--limit", limit)]
     environment = {**os.environ, "KIMI_RIG_LEDGER": str(arguments.ledger.resolve())}
     command = pyinfra(*options, arguments.inventory, "benchmark.py", "-y")
-    status = subprocess.run(command, check=False, cwd=ROOT, env=environment).returncode
+    status = subprocess.run(command, check=False, cwd=ROOT, env=environment, preexec_fn=end_with_parent).returncode
     entries = ledger.read(arguments.ledger)
     new = [entry for entry in ledger.results(entries) if entry.id not in before]
     for path in report.write(entries, arguments.out):
@@ -124,8 +125,8 @@ def _diagnose(study: Study, name: str) -> bool:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(prog="python -m rig.bench", description=(__doc__ or "").split("\n", 1)[0])
-    common = argparse.ArgumentParser(add_help=False)
+    made = Parser(prog="python -m rig.bench", description=(__doc__ or "").split("\n", 1)[0])
+    common = Parser(add_help=False)
     common.add_argument("--ledger", type=Path, default=ledger.DIRECTORY, help="default: ledger/")
     subparsers = made.add_subparsers(required=True, metavar="VERB")
     running = subparsers.add_parser("run", parents=[common], help="measure configurations, then write the report")

@@ -41,8 +41,11 @@ def checkpoint(checkpoint_name: str, entry: Checkpoint, path: str, hub_token: bo
         return
     note(f"{path}: {_what_happens(entry, state, 'there' in found)}")
     # What staging brings is ours to take away; what is adopted is not.
-    brought = f"[ -e {shlex.quote(path)} ] || {{ {remember('tree', path)}; }}"
-    yield script(brought, made(path.rpartition("/")[0]))
+    parent, _, folder = path.rpartition("/")
+    brought = [
+        f"[ -e {shlex.quote(one)} ] || {{ {remember('tree', one)}; }}" for one in (path, f"{parent}/.{folder}.partial")
+    ]
+    yield script(*brought, made(parent))
     token = [f"LoadCredential=hub-token:{layout.CREDENTIALS}/hub-token"] if hub_token else []
     yield from jobs.run(
         jobs.LongJob(

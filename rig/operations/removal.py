@@ -14,14 +14,17 @@ from rig.facts.state import Lines
 from rig.hostfiles import OUR_ARGUMENTS
 from rig.operations.common import Commands, note, notice, reached, script
 
+TRANSIENT = "'kimi-job-*' 'kimi-restart-*'"
+"""Units that deploys start and no file lists: long jobs, and restarts that wait for an idle engine."""
+
 
 @operation()
 def units_removed() -> Commands:
     """Our services, timers and jobs are stopped, disabled and gone."""
     units = removal.units(host.get_fact(CreatedThings))
     instances = [name.replace("@.", "@*.") for name in units]
-    active = host.get_fact(Lines, script=f"systemctl list-units --plain --no-legend 'kimi-job-*' {_words(instances)}")
-    jobs = sorted(name for line in active if (name := line.split()[0]).startswith("kimi-job-"))
+    active = host.get_fact(Lines, script=f"systemctl list-units --plain --no-legend {TRANSIENT} {_words(instances)}")
+    jobs = sorted(name for line in active if (name := line.split()[0]).startswith(("kimi-job-", "kimi-restart-")))
     if not units and not jobs:
         host.noop("no unit of ours is there")
         return

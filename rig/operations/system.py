@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 
 from pyinfra import host, logger
 from pyinfra.api import operation
 
 from rig import layout
-from rig.facts.state import InstalledPackages, Lines, UnitProperties
+from rig.facts.state import InstalledPackages, Lines, PathStates, UnitProperties
 from rig.operations.common import Commands, note, notice, pending, refuse, remember, remember_packages, script
+from rig.operations.files import File, difference
 
 
 @operation()
@@ -45,13 +47,18 @@ def system_user(user: str, declaration: str) -> Commands:
 
 
 @operation()
-def units_loaded(units: Sequence[str]) -> Commands:
-    """systemd knows the unit files as they are on disk."""
+def units_loaded(units: Sequence[str], files: Sequence[File]) -> Commands:
+    """systemd knows the unit files as they are on disk. files: the units' own, which a deploy has written by then."""
     known = host.get_fact(UnitProperties, units=list(units)) if units else {}
+    # A plan comes before the writing, when systemd does not see yet that it must read anew.
+    states = host.get_fact(PathStates, paths=[file.path for file in files]) if files else {}
+    unwritten = {PurePosixPath(file.path).name for file in files if difference(file, states.get(file.path))}
     stale = [
         unit
         for unit in units
-        if (state := known.get(unit, {})).get("NeedDaemonReload") == "yes" or state.get("LoadState") != "loaded"
+        if unit in unwritten
+        or (state := known.get(unit, {})).get("NeedDaemonReload") == "yes"
+        or state.get("LoadState") != "loaded"
     ]
     if not stale:
         host.noop(f"systemd knows all {len(units)} units")

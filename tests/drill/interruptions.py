@@ -58,7 +58,8 @@ def _until(process: subprocess.Popen[str], point: Point) -> None:
 
 
 def _kill_deploy(_box: DeployBox, process: subprocess.Popen[str]) -> None:
-    os.killpg(process.pid, signal.SIGKILL)
+    """The wrapper alone: its pyinfra ends with it, or the wait for the end of its output would not."""
+    process.kill()
 
 
 def _kill_connection(box: DeployBox, _process: subprocess.Popen[str]) -> None:

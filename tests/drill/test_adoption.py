@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 import urllib.error
@@ -28,9 +29,11 @@ SNAPSHOT = (
     f"find {TREES} -printf '%p %y %U %G %m %s %T@ %l\\n' | LC_ALL=C sort; "
     f"find {TREES} -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum"
 )
-# Everything else on the host, but for what any use of apt, ldconfig or Python leaves.
+# Everything else on the host, but for what any use of apt, ldconfig, systemd or Python leaves.
 REST = (
-    "find / -xdev \\( -path /proc -o -path /sys -o -path /run -o -path /tmp -o -path /var/tmp -o -path /var/log "
+    "find / /run -xdev \\( -path /proc -o -path /sys -o -path /run/systemd -o -path '/tmp/systemd-private-*' "
+    "-o -path '/var/tmp/systemd-private-*' -o -path /run/user -o -path /run/log -o -path /var/log/journal "
+    "-o -path /var/log/apt "
     "-o -path /var/cache/apt -o -path /var/lib/apt -o -path /var/cache/ldconfig -o -path /var/lib/dpkg "
     "-o -path /var/cache/debconf -o -path /var/lib/systemd -o -name __pycache__ \\) -prune -o "
     "-printf '%p %y %U %G %m %l\\n' | LC_ALL=C sort"
@@ -119,8 +122,8 @@ def put(path: Path, content: bytes) -> None:
 def adopting(bare_box: DeployBox, tmp_path: Path) -> Iterator[DeployBox]:
     """The hand-made host and an inventory that takes its checkpoints as they lie and wants its port."""
     overlay = yaml.safe_load((ROOT / "inventory/overlays/sandbox.yaml").read_text())
-    # Taken as they lie; the catalogue's own source of the model is compared with the hub, which a box need not reach.
-    overlay["checkpoints"] = {name: {"source": {"kind": "directory"}} for name in overlay["checkpoints"]}
+    # The catalogue's own sources: the model's pinned revision is asked of a hub that no host can reach.
+    overlay["checkpoints"] = {"kimi-k2.5-int4": {"source": {"endpoint": "http://127.0.0.1:9"}}}
     overlay["serving"]["vllm-*"]["listen"] = {"port": PORT}
     (tmp_path / "adopt.yaml").write_text(yaml.safe_dump(overlay))
     (tmp_path / "group_data").symlink_to(ROOT / "inventory/group_data")
@@ -159,9 +162,16 @@ def test_a_host_that_serves_is_left_as_it_is(adopting: DeployBox) -> None:
     assert box.ssh(SNAPSHOT).stdout == before
     receipt = json.loads(box.ssh(f"cat {layout.RECEIPT}").stdout)
     assert receipt["items"]["checkpoint/kimi-k2.5-int4"]["path"] == "/shared/kimi-k2.5-int4"
+    # A start that fails, since the port is taken, leaves state, caches and a log of ours.
+    assert box.ssh("systemctl start kimi-vllm-base", check=False).returncode != 0
+    assert f"port {PORT}" in box.ssh("rigctl logs vllm-base").stdout
+    assert box.ssh(f"find {layout.LOGS} -type f").stdout
     asked = box.run("rig.uninstall", box.inventory)
     assert asked.returncode == 1 and "say YES=1" in asked.stderr
     assert "/shared" not in asked.stdout, "it would touch what is the operator's"
+    record = {line.split(" ", 1)[1] for line in box.ssh(f"cat {layout.CREATED}").stdout.splitlines()}
+    gone = set(re.findall(r"^  - (/\S+) is removed", asked.stdout, re.MULTILINE))
+    assert len(gone) > 10 and gone <= record | {layout.STATE, layout.RUNTIME}, gone - record
     uninstall = box.run("rig.uninstall", box.inventory, "--yes")
     assert uninstall.returncode == 0, uninstall.stdout + uninstall.stderr
     poller.done.set()
@@ -170,6 +180,9 @@ def test_a_host_that_serves_is_left_as_it_is(adopting: DeployBox) -> None:
     assert box.ssh(PACKAGES).stdout == packages
     left = set(box.ssh(REST).stdout.splitlines()) ^ set(rest.splitlines())
     assert not left, sorted(left)[:40]
+    verify = box.verify()
+    assert verify.returncode == 1 and "no deploy has come to its end here" in verify.stdout, verify.stdout
+    assert "Traceback" not in verify.stdout + verify.stderr and "1 failed in" in verify.stdout
     assert not poller.failures, poller.failures[:5]
     assert poller.answers > 100
 

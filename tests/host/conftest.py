@@ -6,7 +6,7 @@ pytest tests/host --inventory inventory/gpu.py [--limit NAME]
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import testinfra
 from testinfra.host import Host
 
 from rig import layout
+from rig.catalog import check_all
 from rig.converge import RunFailed, asked_hosts, inventory_hosts
 from rig.facts.report import HostReport
 from rig.hostplan import HostPlan, data_paths, model_folders, plan_from_facts
@@ -24,6 +25,8 @@ from rig.yaml_source import CatalogError
 
 _NOT_ENFORCED = pytest.StashKey[dict[str, list[str]]]()
 _TARGETS = pytest.StashKey[list["Target"]]()
+_HOSTS = pytest.StashKey[dict[str, str | None]]()
+"""Host -> why it cannot be verified; None when it can."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,18 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not inventory:
         raise pytest.UsageError("--inventory is missing: make verify INVENTORY=inventory/gpu.py")
     try:
+        check_all()
         names = asked_hosts(inventory, session.config.getoption("--limit"))
         entries = {entry["name"]: entry["data"] for entry in inventory_hosts(inventory)}
         folder = Path(session.config.rootpath) / ".plan"
-        session.config.stash[_TARGETS] = [_target(name, entries[name], folder) for name in names]
+        targets: list[Target] = []
+        hosts: dict[str, str | None] = dict.fromkeys(names)
+        for name in names:
+            try:
+                targets.append(_target(name, entries[name], folder))
+            except (RunFailed, CatalogError) as error:
+                hosts[name] = str(error)
+        session.config.stash[_TARGETS], session.config.stash[_HOSTS] = targets, hosts
     except (RunFailed, CatalogError) as error:
         raise pytest.UsageError(str(error)) from None
     except PermissionError as error:
@@ -69,13 +80,23 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def _target(name: str, data: dict[str, Any], folder: Path) -> Target:
+    """Raises RunFailed, CatalogError for a host that cannot be verified."""
+    if name.startswith("@") and name != "@local":
+        raise RunFailed("no machine stands behind this name (pyinfra's connectors)")
     host = _connect(name, data, folder)
+    try:
+        deployed = host.run(f"[ -e {layout.RECEIPT} ] && echo yes || echo no")
+    except RuntimeError as error:  # testinfra's, when ssh itself fails
+        deployed = error.args[0]
+    if deployed.rc != 0:
+        said = deployed.stderr.strip().splitlines() or [f"exit code {deployed.rc}"]
+        raise RunFailed(f"cannot be reached: {said[-1].strip()}")
+    if deployed.stdout.strip() != "yes":
+        raise RunFailed(f"no deploy has come to its end here ({layout.RECEIPT} is missing): deploy first, then verify")
     result = host.run(HostReport().command(data_paths(data), model_folders(data)))
-    if result.rc != 0:
-        raise RunFailed(f"{name} cannot be reached: {result.stderr.strip()}")
     facts = HostReport().process(result.stdout.splitlines())
     if "host" in facts.unknown:
-        raise RunFailed(f"{name}: {facts.unknown['host']}")
+        raise RunFailed(facts.unknown["host"])
     plan = plan_from_facts(data, facts)
     present, wanted = _json(host, layout.PRESENT_STATE), state_of(plan)
     restored = _json(host, state_file(present["id"])) if rolled_back(present) else {}
@@ -117,6 +138,10 @@ def _ssh_config(name: str, data: dict[str, Any], folder: Path) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "trouble" in metafunc.fixturenames:
+        hosts = metafunc.config.stash[_HOSTS]
+        metafunc.parametrize(("name", "trouble"), list(hosts.items()), ids=list(hosts))
+        return
     targets = metafunc.config.stash[_TARGETS]
     things = {"configuration": "serving", "checkpoint": "checkpoints", "environment": "environments"}
     for fixture, attribute in things.items():
@@ -126,6 +151,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             return
     if "target" in metafunc.fixturenames:
         metafunc.parametrize("target", targets, ids=[target.name for target in targets])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where no host can be verified, that is all there is to say."""
+    if not config.stash[_TARGETS]:
+        items[:] = [item for item in items if "trouble" in getattr(item, "fixturenames", ())]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """A finding is told in its own words: the traceback into our test would say nothing about the host."""
+    report = yield
+    if report.failed and call.excinfo is not None and call.excinfo.errisinstance(AssertionError):
+        report.longrepr = str(call.excinfo.value).split("\nassert ", 1)[0]
+    return report
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
+import pytest
+
 from rig import layout
 from rig.catalog import ROOT, GeneratorSource
 from rig.checkpoint_specs import checkpoint_files
@@ -23,6 +25,11 @@ from rigctl.tiny_kimi.checkpoints import checkpoint_files as generated
 from tasks.base import base_paths
 from tasks.engines import engine_inputs
 from tests.host.conftest import Target, json_of, run
+
+
+def test_host_can_be_verified(name: str, trouble: str | None) -> None:
+    if trouble is not None:
+        pytest.fail(f"{name}: {trouble}", pytrace=False)
 
 
 def test_no_rollback_is_in_force(target: Target) -> None:
@@ -87,7 +94,9 @@ def test_environment_has_not_drifted(target: Target, environment: str) -> None:
     path = target.state["environments"][environment]
     series = f"--series {path}/{SERIES}" if target.host.file(f"{path}/{SERIES}").exists else ""
     command = f"rigctl drift check --json --env {path} --lock {path}/{LOCK} {series}"
-    report = json.loads(target.host.run(command).stdout)
+    result = target.host.run(command)
+    assert result.stdout.startswith("{"), f"{path}: rigctl does not say whether it drifted: {result.stderr.strip()}"
+    report = json.loads(result.stdout)
     findings = [f"{each['where']}: {each['what']}" for each in report["findings"] if each["severity"] == "drift"]
     assert not findings, f"{path}: {'; '.join(findings)}"
 

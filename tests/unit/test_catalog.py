@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from rig.catalog import INVENTORY, ROOT, Listen, check_all, load_catalog
-from rig.hostplan import model_folders
+from rig.hostplan import host_plan, model_folders
+from rig.settings import HostSettings
 from rig.yaml_source import CatalogError, load
 
 FEBRUARY = {
@@ -208,7 +209,64 @@ def test_all_findings_come_at_once(inventory: Path) -> None:
     path.write_text(path.read_text().replace("target: kimi-k2.5-int4", "target: a").replace("vllm-0.33.0", "b"))
     with pytest.raises(CatalogError) as caught:
         load_catalog(None, inventory)
-    assert len(str(caught.value).splitlines()) >= 9
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 5, lines
+    assert lines[0].startswith("inventory/serving.yaml:10: serving.vllm-base.target: there is no checkpoint a (")
+    assert lines[0].endswith(" (and in 5 more entries that take it over)"), lines[0]
+
+
+def test_a_mistake_below_a_pattern_is_told_once(inventory: Path) -> None:
+    (inventory / "overlays" / "x.yaml").write_text(
+        "serving:\n  vllm-*:\n    flags: {port: 1}\n    gpus: [0, 0, 1, 2, 3, 4, 5, 6]\n"
+    )
+    with pytest.raises(CatalogError) as caught:
+        load_catalog("x.yaml", inventory)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 2 and all("(and in 5 more entries that take it over)" in line for line in lines), lines
+    assert sorted(line.split()[0] for line in lines) == ["inventory/overlays/x.yaml:3:", "inventory/overlays/x.yaml:4:"]
+
+
+@pytest.mark.parametrize("path", ["{models}/kimi-k2.5-int4", "{models}/kimi-k2.5-int4/drafter", "{models}"])
+def test_two_checkpoints_in_one_place(inventory: Path, path: str) -> None:
+    file = inventory / "checkpoints.yaml"
+    file.write_text(file.read_text().replace("{drafters}/output_10k/4", path))
+    with pytest.raises(CatalogError, match=r"checkpoints.custom-drafter.path: (lies in .*kimi-k2.5-int4|a path)"):
+        load_catalog(None, inventory)
+
+
+@pytest.mark.parametrize(("port", "read"), [("010000", 4096), ("22:00", 1320), ("0x1f40", None), ("8000", None)])
+def test_numbers_that_yaml_reads_otherwise(inventory: Path, port: str, read: int | None) -> None:
+    file = inventory / "serving.yaml"
+    file.write_text(file.read_text().replace("port: 8000", f"port: {port}", 1))
+    if read is None:
+        assert load_catalog(None, inventory).serving["vllm-base"].listen.port == 8000
+        return
+    with pytest.raises(CatalogError, match=f"vllm-base.listen.port: YAML reads {port} as {read}: write"):
+        load_catalog(None, inventory)
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [("ml_evn", ', did you mean "ml_env"?'), ("_sud", ', did you mean "_sudo"?'), ("rack", "")],
+)
+def test_host_data_that_nobody_reads(key: str, told: str) -> None:
+    data = {"ml_env": "/e", "models": "/m", "drafters": "/d", "base_packages": [], "service_user": "kimi"}
+    assert model_folders({**data, "ssh_user": "root", "_sudo": True, "bench_sweep": "default"})
+    with pytest.raises(CatalogError) as caught:
+        model_folders({**data, key: 1})
+    assert str(caught.value).endswith(f"there is no key {key}{told}")
+
+
+def test_checkpoints_that_meet_on_a_host() -> None:
+    data = {
+        "ml_env": "/e",
+        "models": "/m",
+        "drafters": "/m/kimi-k2.5-int4",
+        "base_packages": [],
+        "service_user": "kimi",
+    }
+    with pytest.raises(CatalogError, match="each needs a directory of its own"):
+        host_plan(data, "ubuntu-24.04", HostSettings())
 
 
 def test_a_mapping_of_another_kind_replaces_the_old_one(tmp_path: Path) -> None:

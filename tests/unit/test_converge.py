@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rig.catalog import ROOT
+from rig.command_line import USAGE
 from rig.converge import CONVERGED, FAILED, REBOOT_PENDING, WOULD_CHANGE, Change, Plan, asked_hosts
 
 pytestmark = pytest.mark.slow
@@ -151,6 +152,40 @@ def test_an_interrupt_is_a_failure(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=30)
     assert process.returncode == FAILED
     assert "interrupted" in errors or "the deploy failed" in errors or "not converged" in errors
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
+def test_a_killed_wrapper_leaves_nothing_at_work(tmp_path: Path) -> None:
+    slow = ("@fake/one", {**fake("one")[1], "fake_delay": 30})
+    command = [sys.executable, "-m", "rig.converge", "deploy", inventory(tmp_path, slow), *GPU_DATA]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "Connecting to hosts" in line:
+            break
+    process.kill()
+    # The child holds the pipe: its end is the end of the deploy. The fake host would answer for minutes.
+    _, _ = process.communicate(timeout=10)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_wrong_usage_is_not_would_change() -> None:
+    for arguments in (["plan"], ["plan", "inventory/sandbox.py", "--limt", "x"], ["pln", "inventory/sandbox.py"]):
+        assert wrapper(*arguments).returncode == USAGE
+
+
+@pytest.mark.parametrize("verb", ["plan", "deploy"])
+def test_a_mistyped_key_of_host_data(verb: str, tmp_path: Path) -> None:
+    in_inventory = wrapper(verb, inventory(tmp_path, ("kimi-1", {"enable_on_boot": "vllm-base"})))
+    assert in_inventory.returncode == FAILED
+    assert (
+        "kimi-1: host data (inventory/group_data/all.py lists it): there is no key enable_on_boot"
+        in in_inventory.stderr
+    )
+    assert 'did you mean "enable_at_boot"?' in in_inventory.stderr and "Connecting" not in in_inventory.stderr
+    option = wrapper(verb, inventory(tmp_path, fake("one")), *GPU_DATA, "--pyinfra=--data", "--pyinfra=restrat=now")
+    assert option.returncode == FAILED
+    assert 'there is no key restrat, did you mean "restart"?' in option.stderr
 
 
 def test_a_plan_of_a_bare_host_lists_what_is_missing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,25 @@ def test_a_host_that_cannot_be_reached_is_exit_1(tmp_path: Path, capsys: pytest.
     [row] = json.loads(capsys.readouterr().out)
     assert (row["host"], row["reached"]) == ("gone", False)
     assert "refused" in row["trouble"]
+
+
+def test_a_host_that_is_no_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status.main([tour.INVENTORY]) == 1
+    assert capsys.readouterr().out == (
+        "@fake/turin: cannot be reached: no machine stands behind this name (pyinfra's connectors)\n"
+    )
+
+
+def test_verification_says_in_a_line_a_host_why_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "group_data").symlink_to(ROOT / "inventory" / "group_data")
+    hosts = tmp_path / "gone.py"
+    hosts.write_text('gpu = [("gone", {"ssh_hostname": "127.0.0.1", "ssh_port": 9}), ("@fake/one", {})]\n')
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/host", "--inventory", str(hosts)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert re.search(r"^gone: cannot be reached: .*Connection refused$", result.stdout, re.MULTILINE), result.stdout
+    assert "\n@fake/one: no machine stands behind this name" in result.stdout
+    assert "2 failed in" in result.stdout and "Traceback" not in result.stdout + result.stderr
 
 
 def test_the_tour_shows_plan_unit_reasons_and_how_to_talk(capsys: pytest.CaptureFixture[str]) -> None:
