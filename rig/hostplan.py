@@ -43,7 +43,8 @@ from rig.yaml_source import CatalogError
 DISTRIBUTION_PYTHON = {"debian-12": "3.11", "ubuntu-24.04": "3.12"}
 
 
-BENCHMARK_KEYS = {"bench_sweep", "bench_configurations"}  # read by tasks/benchmark.py
+COMMAND_KEYS = {"bench_sweep", "bench_configurations", "rollback_to", "rollback_again"}
+"""Read by tasks/benchmark.py and tasks/rollback.py, not part of a plan."""
 
 
 def _service_user(name: str) -> str:
@@ -191,7 +192,7 @@ def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings
 
 def refuse_unknown(data: Mapping[str, Any]) -> None:
     """Raises CatalogError for keys that neither we nor pyinfra read: mistyped, they would silently do nothing."""
-    known = {*HostData.model_fields, *BENCHMARK_KEYS, *pyinfra_keys()}
+    known = {*HostData.model_fields, *COMMAND_KEYS, *pyinfra_keys()}
     if unknown := sorted(data.keys() - known):
         told = "; ".join(f"there is no key {key}{nearest(key, known)}" for key in unknown)
         raise CatalogError(f"host data (inventory/group_data/all.py lists it): {told}")
