@@ -22,6 +22,11 @@ from rig.operations.common import Commands, note, remember, script
 LIMIT_SECONDS = 7 * 24 * 3600
 
 
+def generator_environment(path: str, python: str, lock: str, cache: str) -> dict[str, Any]:
+    """What `rigctl environment build` makes the load generator's environment from."""
+    return {"path": path, "python": python, "lock": lock, "series": None, "cache": cache, "index": None}
+
+
 @operation()
 def generator(ml_env: str, python: str, cache: str) -> Commands:
     """The load generator's environment is complete; it is named by its lock, so a complete one is right."""
@@ -40,7 +45,7 @@ def generator(ml_env: str, python: str, cache: str) -> Commands:
         f"mv -f {lock}.new {lock}",
         content=LOCK.read_bytes(),
     )
-    specification = {"path": path, "python": python, "lock": lock, "cache": cache, "index": None}
+    specification = generator_environment(path, python, lock, cache)
     yield from jobs.run(
         jobs.LongJob(
             unit=f"kimi-job-env-aiperf-{PurePosixPath(path).name}",

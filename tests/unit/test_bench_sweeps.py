@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from rig.bench.collect import served_as, to_result
 from rig.bench.sweeps import Sweep, find_sweep, host_sweep, load_sweeps, prompt_texts, workloads_of
 from rig.bench.variants import derive
 from rig.hostplan import HostPlan, host_plan
+from rig.operations.bench import generator_environment
 from rig.settings import HostSettings
 from rig.units import unit_file
 from rig.yaml_source import CatalogError
+from rigctl.environment import Specification
 
 DATA = {
     "ml_env": "/opt/env",
@@ -159,3 +162,9 @@ def test_cell_becomes_a_ledger_entry(plan: HostPlan, tmp_path: Path) -> None:
     assert result.receipt["driver"] == "580"
     with pytest.raises(ledger.LedgerError, match="not a result"):
         to_result({**cell, "status": "perhaps"}, sweep, derived, "kimi-1", facts)
+
+
+def test_the_generators_environment_can_be_built() -> None:
+    described = generator_environment("/opt/x/aiperf/1", "3.11", "/etc/x/aiperf.txt", "/opt/x/.cache")
+    specification = Specification.parse(json.dumps(described))
+    assert (specification.path, specification.series) == (Path("/opt/x/aiperf/1"), None)
