@@ -87,8 +87,8 @@ test: check ## everything CI runs: check, then the box from bare to a served ans
 	@$(BIN)/python -m pytest -q tests/staging tests/sandbox --ignore tests/sandbox/test_sudo.py
 	@$(BIN)/python -m pytest -q tests/sandbox/test_sudo.py # compares with a box that nothing else has used
 
-test-drill: .venv/ready ## faults of units, adoption and interrupted deploys, on a box (long)
-	@$(BIN)/python -m pytest -q tests/drill
+test-drill: supported .venv/ready ## faults of units, adoption and interrupted deploys, on a box of its own (long)
+	@$(BIN)/python -m pytest -q --real tests/drill
 
 test-engines: .venv/ready ## the real CUDA wheels, patched and asked, without a GPU (50 GB, an hour)
 	@$(BIN)/python -m pytest -q tests/engines

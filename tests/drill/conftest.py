@@ -1,6 +1,6 @@
-"""The fault drill's box: one that is deployed already, with a stand-in engine in two units of their own.
+"""The fault drill's box: a deployed one, with a stand-in engine in two units of their own.
 
-`make sandbox deploy` first; KIMI_RIG_DRILL_TABLE=FILE writes the table of results as measured.
+KIMI_RIG_DRILL_TABLE=FILE writes the table of results as measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from rig.sandbox import Box
 from rig.settings import HostSettings
 from rig.supervision import Supervision
 from rig.units import unit_files
+from tests.sandbox.conftest import bare_box
 from tests.unit.serving import checkpoint, drafter
+
+__all__ = ["bare_box"]
 
 PORT = int(os.environ.get("KIMI_RIG_DRILL_PORT", "18100"))
 HOME = "/opt/kimi-rig-drill"
@@ -205,10 +208,13 @@ SUPERVISOR = r".* -I -c import sys.* serve "
 
 
 @pytest.fixture(scope="session")
-def session_box() -> Iterator[DrillBox]:
+def session_box(request: pytest.FixtureRequest) -> Iterator[DrillBox]:
+    """The sandbox where this version of rigctl is deployed to it; else a box of the tests' own, deployed now."""
     drill = DrillBox()
-    installed = drill.ssh(f"readlink {layout.HOSTKIT}/current", check=False).strip()
-    assert installed == hostkit_path(), "the box has another rigctl: `make sandbox deploy` first"
+    if drill.ssh(f"readlink {layout.HOSTKIT}/current", check=False).strip() != hostkit_path():
+        deploy = request.getfixturevalue("bare_box").deploy()
+        assert deploy.returncode == 0, deploy.stdout + deploy.stderr
+        drill = DrillBox()
     drill.prepare()
     yield drill
     drill.clear()
