@@ -34,17 +34,21 @@ def listed() -> dict[str, tuple[str, str]]:
 
 
 def _failures(tree: ast.Module) -> set[str]:
-    """Names whose calls are failures: exceptions (by their name) and our own refusal."""
+    """Names whose calls are failures: exceptions (by their name, or because they are raised) and our own refusal."""
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    return {name for name in names if re.fullmatch(r"[A-Z]\w*(Error|Failed|Accepted|Refused)|refuse", name)}
+    known = {name for name in names if re.fullmatch(r"[A-Z]\w*(Error|Failed|Accepted|Refused)|refuse", name)}
+    return known | {_name(n.exc) for n in ast.walk(tree) if isinstance(n, ast.Raise) and isinstance(n.exc, ast.Call)}
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
 
 
 def _raised(tree: ast.Module, failures: set[str]) -> Iterator[tuple[ast.Call, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args:
-            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-            if name in failures:
+            if _name(node) in failures:
                 # Without words of its own it passes on another failure's.
                 text = re.sub(r"\s+", " ", skeleton(node.args[0])).strip()
                 if re.search(r"[a-z]{3}", text):

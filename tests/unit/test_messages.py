@@ -25,7 +25,8 @@ def test_what_counts_as_a_message() -> None:
 raise RunFailed(f"{a}: no {b}" "thing" + c)
 yield from refuse("stop `it`")
 raise SecretError(str(error))
+raise Busy("at work")
 print("not a failure")
 """
     tree = ast.parse(code)
-    assert [text for _, text in _raised(tree, _failures(tree))] == ["...: no ...thing...", "stop 'it'"]
+    assert [text for _, text in _raised(tree, _failures(tree))] == ["...: no ...thing...", "at work", "stop 'it'"]
