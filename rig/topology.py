@@ -27,6 +27,10 @@ WIKI = "local-inference-lab/rtx6kpro"
 TUNING = f"{WIKI} optimization/nccl-tuning.md"
 ESC8000A = f"{WIKI} hardware/asus-esc8000a-e13p-broadcom-switches.md"
 NCCL_GUIDE = "NVIDIA NCCL user guide"
+COMPOSE = f"{WIKI} compose files"
+ISSUES = f"{WIKI} troubleshooting/common-issues.md"
+FLAPPING = "Visual-Synthesizer/rtx6kpro troubleshooting/pcie-link-speed-flapping-cpayne.md"
+GRACE_GUIDE = "NVIDIA Grace CPU benchmarking guide, platform configuration"
 
 FORCE_P2P = "ForceP2P=0x11;RMForceP2PType=1;RMPcieP2PType=2;GrdmaPciTopoCheckOverride=1;EnableResizableBar=1"
 
@@ -200,7 +204,7 @@ def _iommu(view: _View) -> Iterator[Setting]:
 def _power_states(view: _View) -> Iterator[Setting]:
     if not view.metal_peers:
         return
-    source = f"{WIKI} troubleshooting/common-issues.md; {WIKI} daily-summaries 2026-06-02"
+    source = f"{ISSUES}; {FLAPPING}; {WIKI} daily-summaries 2026-06-02"
     reason = "link power states on the way to a card end in Surprise Link Down (AER uncorrectable status 0x20)"
     for name in ("pcie_aspm", "pcie_port_pm"):
         yield Setting(Kind.KERNEL_ARGUMENT, name, "off", reason, source, Confidence.MEASURED)
@@ -225,7 +229,7 @@ def _modules(view: _View) -> Iterator[Setting]:
         "nvidia_uvm.uvm_disable_hmm",
         "1",
         "with heterogeneous memory management on, NCCL's P2P operations lock up on hosts with several cards",
-        f"{TUNING}; level1techs.com thread 242403",
+        f"{TUNING}; {ISSUES}; level1techs.com thread 242403",
         Confidence.MEASURED,
     )
     if not view.facts.bare_metal:
@@ -235,15 +239,14 @@ def _modules(view: _View) -> Iterator[Setting]:
         "nvidia.NVreg_DynamicPowerManagement",
         "0x00",
         "cards that go to sleep let their links flap (1,415 transitions in 2 minutes at idle on one host)",
-        f"{WIKI} troubleshooting/common-issues.md; "
-        "Visual-Synthesizer/rtx6kpro troubleshooting/pcie-link-speed-flapping-cpayne.md",
+        f"{ISSUES}; {FLAPPING}",
         Confidence.MEASURED,
     )
     yield _force_p2p(view)
 
 
 def _force_p2p(view: _View) -> Setting:
-    source = f"{WIKI} optimization/pcie-oneshot-allreduce.md"
+    source = f"{WIKI} optimization/pcie-oneshot-allreduce.md; {WIKI} hardware/pcie-bandwidth.md"
     name = "nvidia.NVreg_RegistryDwords"
     if view.switched:
         reason = (
@@ -306,9 +309,10 @@ def _system(view: _View) -> Iterator[Setting]:
             Kind.GOVERNOR,
             "cpu",
             "performance",
-            "the launch path of every decode step runs on the CPU",
-            TUNING,
-            Confidence.MEASURED,
+            "the launch path of every decode step runs on the CPU. NVIDIA asks for it on its own CPU hosts; no figure "
+            "was published",
+            f"{TUNING}; {GRACE_GUIDE}",
+            Confidence.DOCUMENTED,
         )
     if facts.container not in (None, "none"):
         return
@@ -316,18 +320,18 @@ def _system(view: _View) -> Iterator[Setting]:
         Kind.SYSCTL,
         "vm.swappiness",
         "0",
-        "an engine's pinned and shared memory must stay in RAM",
+        "is to keep an engine's memory in RAM; what NCCL pins stays there anyhow. No figure was published",
         TUNING,
-        Confidence.MEASURED,
+        Confidence.SINGLE,
     )
     if (facts.numa_nodes or 1) > 1:
         yield Setting(
             Kind.SYSCTL,
             "kernel.numa_balancing",
             "0",
-            "page migration between nodes stalls the engine's threads",
-            TUNING,
-            Confidence.MEASURED,
+            "the kernel unmaps pages of the engine's threads to find out who uses them, and each touch is then a fault",
+            f"{TUNING}; huggingface/text-generation-inference#1874; {GRACE_GUIDE}",
+            Confidence.DOCUMENTED,
         )
     yield Setting(
         Kind.SYSCTL,
@@ -342,17 +346,18 @@ def _system(view: _View) -> Iterator[Setting]:
 def _limits_and_disks(view: _View) -> Iterator[Setting]:
     for name, value in (("LimitMEMLOCK", "infinity"), ("LimitNOFILE", "1048576"), ("LimitSTACK", "67108864")):
         reason = "as in every published launch; NCCL pins memory and opens files by rank and channel"
-        yield Setting(Kind.LIMIT, name, value, reason, f"{WIKI} compose files", Confidence.MEASURED)
+        yield Setting(Kind.LIMIT, name, value, reason, COMPOSE, Confidence.MEASURED)
     disks = [disk for path in view.facts.paths.values() for disk in path.disks]
     if view.facts.container in (None, "none") and any(disk.name.startswith("nvme") for disk in disks):
         yield Setting(
             Kind.DISK_SCHEDULER,
             "nvme",
             "none",
-            "the wiki measured none against BFQ; a fork of it chose BFQ for fairness between users, which a host that "
-            "only loads weights has no need of",
-            f"{WIKI} hardware/nvme-raid-io-optimization.md; contradicted by sjug/rtx6kpro optimization/io-tuning.md",
-            Confidence.MEASURED,
+            "the kernel's own default for NVMe, which Red Hat asks to keep. The wiki measured it against BFQ; a fork "
+            "of it chose BFQ for fairness between users, which a host that only loads weights has no need of",
+            f"{WIKI} hardware/nvme-raid-io-optimization.md; Red Hat Enterprise Linux 9, The default disk scheduler; "
+            "contradicted by sjug/rtx6kpro optimization/io-tuning.md",
+            Confidence.DOCUMENTED,
             expected_gain="48,600 -> 91,800 random reads a second",
         )
 
@@ -383,23 +388,29 @@ def _environment(view: _View) -> Iterator[Setting]:
         Confidence.DOCUMENTED,
     )
     yield _variable(
-        "OMP_NUM_THREADS", "8", "one OpenMP pool a rank, or the ranks' pools contend", TUNING, Confidence.MEASURED
+        "OMP_NUM_THREADS",
+        "8",
+        "vLLM itself gives each rank one thread where nothing is said (vllm/v1/executor/multiproc_executor.py); that 8 "
+        "is better was never measured",
+        TUNING,
+        Confidence.SINGLE,
     )
     yield _variable(
         "VLLM_WORKER_MULTIPROC_METHOD",
         "spawn",
         "a forked worker inherits a CUDA context it cannot use",
-        TUNING,
-        Confidence.MEASURED,
+        f"vllm-project/vllm#6152; vllm-project/vllm docs/design/multiprocessing.md; {TUNING}",
+        Confidence.DOCUMENTED,
         engines=("vllm",),
     )
     if view.sm120:
         yield _variable(
             "SGLANG_ENABLE_JIT_DEEPGEMM",
             "0",
-            "DeepGEMM has no SM120 kernels; the other spellings that are passed around have no reader",
-            f"{TUNING}; kvcache-ai/sglang python/sglang/srt/environ.py",
-            Confidence.MEASURED,
+            "DeepGEMM has kernels for compute capability 9 and 10 only and fails to import on 12; the other spellings "
+            "that are passed around have no reader",
+            f"deepseek-ai/DeepGEMM README.md; {ISSUES}; kvcache-ai/sglang python/sglang/srt/environ.py",
+            Confidence.DOCUMENTED,
             engines=("sglang",),
         )
     yield _variable(
@@ -424,8 +435,8 @@ def _nccl(view: _View) -> Iterator[Setting]:
         "NCCL_IB_DISABLE",
         "1",
         "all ranks are on this host; NCCL need not look for adapters",
-        TUNING,
-        Confidence.MEASURED,
+        f"{NCCL_GUIDE}, environment variables; {COMPOSE}",
+        Confidence.DOCUMENTED,
     )
     yield from _p2p_level(view)
     if len(view.cards) >= 4:
@@ -565,26 +576,27 @@ def _memory(view: _View) -> Iterator[Setting]:
         return
     graph = bool(view.operator(Kind.ENVIRONMENT, "NCCL_GRAPH_FILE"))
     eagle = "the drafter, its cache and its graphs need room beside the fraction"
+    k25, k26 = f"{WIKI} models/kimi-k25.md", f"{WIKI} models/kimi-k26.md, measured again for its versions v1 to v9"
     dcp = "at 0.90 it starts, prints a cache size, passes a port check and dies at the first request"
     for name, value, reason, source in (
-        ("vllm.base", "0.93" if graph else "0.94", "as published for Kimi on 8 cards", "models/kimi-k25.md"),
-        ("vllm.eagle3", "0.90", eagle, "models/kimi-k26.md"),
-        ("vllm.eagle3-dcp8", "0.88", dcp, "models/kimi-k26.md"),
+        ("vllm.base", "0.93" if graph else "0.94", "as published for Kimi on 8 cards", f"{k25}; {k26}"),
+        ("vllm.eagle3", "0.90", eagle, k26),
+        ("vllm.eagle3-dcp8", "0.88", dcp, k26),
         (
             "sglang.base",
             "0.85",
             "the February run's; the wiki has 0.94 for flashinfer with a BF16 cache and 0.85 for triton with FP8, and "
             "what is outside the fraction holds activations and graphs",
-            "models/kimi-k25.md",
+            f"{k25}; inventory/serving.yaml, as run in February 2026",
         ),
-        ("sglang.eagle3", "0.85", f"{eagle}; no figure above it was published", "models/kimi-k25.md"),
+        ("sglang.eagle3", "0.85", f"{eagle}; no figure above it was published", f"{k25}; inventory/serving.yaml"),
     ):
         yield Setting(
             Kind.MEMORY_FRACTION,
             name,
             value,
             reason,
-            f"{WIKI} {source}",
+            source,
             Confidence.MEASURED,
             engines=(name.split(".")[0],),
         )

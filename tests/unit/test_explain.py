@@ -30,7 +30,7 @@ def tuned() -> HostFacts:
         units={name: Unit(active=True, enabled=True) for name in (ACS_UNIT, PERSISTENCE_UNIT)},
         cpu=replace(facts.cpu, governors=("performance",)),
         paths={name: replace(path, disks=tuple(disk for _ in path.disks)) for name, path in facts.paths.items()},
-        sysctls={"vm.swappiness": "0", "kernel.numa_balancing": "0"},
+        sysctls={"vm.swappiness": "60", "kernel.numa_balancing": "0"},
     )
 
 
@@ -67,7 +67,7 @@ def test_an_untuned_host_waits_for_its_reboot() -> None:
             {"driver": Driver("590.48.01", True, {"RegistryDwords": FORCE_P2P}, False)},
             "module_option.nvidia_uvm.uvm_disable_hmm",
         ),
-        ({"sysctls": {"vm.swappiness": "60", "kernel.numa_balancing": "0"}}, "sysctl.vm.swappiness"),
+        ({"sysctls": {"kernel.numa_balancing": "1"}}, "sysctl.kernel.numa_balancing"),
         ({"bridges": {"0000:00:01.1": Bridge("0000:00:01.1", "1022:153b", True)}}, f"boot_unit.{ACS_UNIT}"),
         ({"paths": hosts.TURIN_DIRECT.paths}, "disk_scheduler.nvme"),
         ({"cpu": replace(hosts.TURIN, governors=("performance", "powersave"))}, "governor.cpu"),
@@ -96,7 +96,8 @@ def test_page_names_override_pending_and_unknown() -> None:
     page = explain_text("gpu1", facts, decide(facts, {"sysctl.vm.swappiness": "10"}))
     assert "PENDING REBOOT" in page
     assert "8 x NVIDIA RTX PRO 6000 Blackwell Server Edition (97887 MiB, BAR1 128 GiB, PCIe gen 5 x16)" in page
-    assert "vm.swappiness = 10  [to be applied]\n    OVERRIDE: the policy has 0" in page
+    assert "vm.swappiness = 10  [to be applied]\n    OVERRIDE: the policy has left alone" in page
+    assert "kernel.numa_balancing = 0  [to be applied]" in page
     assert "published: Kimi-K2.5 decode 40 -> 65 to 68 tok/s" in page
     assert "mitigations = off  [kernel_argument]" in page
     assert "command:topology: nvidia-smi: no answer in 20 s" in page

@@ -39,7 +39,7 @@ def test_files_of_a_direct_attach_host() -> None:
         'options nvidia NVreg_RegistryDwords="ForceP2P=0x11;RMForceP2PType=1;RMPcieP2PType=2;'
         'GrdmaPciTopoCheckOverride=1;EnableResizableBar=1"\n'
     )
-    assert body(files["/etc/sysctl.d/90-kimi-rig.conf"]) == "vm.swappiness = 0\nkernel.numa_balancing = 0\n"
+    assert body(files["/etc/sysctl.d/90-kimi-rig.conf"]) == "kernel.numa_balancing = 0\n"
     assert body(files["/etc/tmpfiles.d/kimi-rig.conf"]) == (
         "w /sys/devices/system/cpu/cpu*/cpufreq/scaling_governor - - - - performance\n"
     )
@@ -53,7 +53,7 @@ def test_files_of_a_direct_attach_host() -> None:
 
 def test_what_is_no_longer_wanted_is_named() -> None:
     wanted = host_files(decide(hosts.VIRTUAL).host, hosts.VIRTUAL)
-    assert [one.path for one in wanted] == [hostfiles.MODPROBE, hostfiles.SYSCTL, hostfiles.UDEV]
+    assert [one.path for one in wanted] == [hostfiles.MODPROBE, hostfiles.UDEV]
     assert hostfiles.GRUB_DROP_IN in unwanted_files(wanted)
     assert hostfiles.MODPROBE not in unwanted_files(wanted)
     assert host_files(HostSettings(), hosts.NO_GPU) == []
