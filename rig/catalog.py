@@ -248,6 +248,10 @@ class Checkpoint(Entry):
     source: Source
     targets: list[str] = []
     """Drafters only: the targets it may serve; another target is allowed and told."""
+    bytes: Annotated[int, Field(ge=1)] | None = None
+    """Of all its files, for the space it will need while there is no manifest (inventory/manifests)."""
+    shape: dict[str, int] = {}
+    """Keys of its config.json, for the memory account before it is on the host (rig/memory.py names them)."""
     training: Training = Training()
     provenance: Provenance = Provenance()
     notes: str = ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rig import layout
-from rig.catalog import INVENTORY, ROOT, Checkpoint, GeneratorSource, HubSource
+from rig.catalog import INVENTORY, ROOT, Checkpoint, DirectorySource, GeneratorSource, HubSource
 from rig.hostplan import HostPlan
 
 HOSTKIT = ROOT / "files" / "hostkit" / "rigctl"
@@ -62,6 +62,15 @@ def specification(plan: HostPlan, name: str) -> dict[str, Any]:
 def local_manifest(name: str) -> Path:
     """Where the repository keeps a pinned revision's manifest."""
     return INVENTORY / "manifests" / f"{name}.json"
+
+
+def expected_bytes(name: str, entry: Checkpoint) -> int | None:
+    """Bytes of all its files: the manifest's sum, else what the catalogue says; None where nothing is fetched."""
+    if isinstance(entry.source, DirectorySource):
+        return None
+    if local_manifest(name).is_file():
+        return sum(int(file["size"]) for file in json.loads(local_manifest(name).read_text())["files"])
+    return entry.bytes
 
 
 def checkpoint_files(plan: HostPlan) -> dict[str, bytes]:

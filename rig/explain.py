@@ -129,6 +129,8 @@ def _facts(facts: HostFacts) -> Iterator[tuple[str, str]]:
         yield "driver", f"{driver.version}, {modules}"
     elif facts.gpus:
         yield "driver", "none is loaded"
+    for home, version in facts.toolkits.items():
+        yield "CUDA toolkit", f"{home}, {'.'.join(map(str, version)) if version else 'version unknown'}"
     if driver.smi_error:
         yield "nvidia-smi", driver.smi_error
     if facts.bridges:

@@ -36,6 +36,7 @@ from rig.engines import Locations
 from rig.facts.host import HostFacts
 from rig.settings import ACS_UNIT, HostSettings, with_host
 from rig.supervision import Supervision
+from rig.toolkit import toolkit_for
 from rig.topology import Decision, TopologyError, decide
 from rig.yaml_source import CatalogError
 
@@ -76,6 +77,7 @@ class HostData(BaseModel):
     driver_packages: list[str] = []
     driver_keyring: dict[str, list[str]] = {}
     driver_upgrade: bool = False
+    cuda_home: HostPath | None = None
     probes: list[str] = []
     accept_known_bad: list[str] = []
     roll_forward: Literal["no", "yes"] = "no"
@@ -90,6 +92,10 @@ class Environment:
     python: str
     lock: str
     path: str
+    carries_nvcc: bool = False
+    """The lock brings a CUDA compiler."""
+    cuda_home: str | None = None
+    """The CUDA toolkit it compiles with at serve time, where one is on the host."""
 
     @property
     def interpreter(self) -> str:
@@ -143,21 +149,32 @@ def plan_from_facts(data: Mapping[str, Any], facts: HostFacts) -> HostPlan:
         decision = decide(facts, _host_data(data).host_overrides)
     except TopologyError as error:
         raise CatalogError(f"host data {error}") from None
-    return replace(host_plan(data, facts.distribution, decision.host), facts=facts, decision=decision)
+    plan = host_plan(data, facts.distribution, decision.host)
+    named = plan.data.cuda_home
+    environments = {
+        name: replace(one, cuda_home=toolkit_for(one.release, facts.toolkits, named, carries_nvcc=one.carries_nvcc))
+        for name, one in plan.environments.items()
+    }
+    return replace(plan, facts=facts, decision=decision, environments=environments)
 
 
-def data_paths(data: Mapping[str, Any]) -> list[str]:
-    """The paths whose free space and disks matter."""
-    return [str(data[key]) for key in ("ml_env", "models", "drafters") if data.get(key)]
-
-
-def model_folders(data: Mapping[str, Any]) -> list[str]:
-    """The folders of the checkpoints that the host's configurations use. Raises CatalogError."""
+def questions(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What the facts script is asked of this host beyond itself (rig/facts/host_facts.py). Raises CatalogError."""
     host = _host_data(data)
     catalog = load_catalog(host.catalogue_overlay)
     used = _chosen(host, catalog).values()
     names = {c.target for c in used} | {c.speculation.drafter for c in used if c.speculation}
-    return sorted(_checkpoint_path(catalog.checkpoints[name], host) for name in names)
+    folders = sorted(_checkpoint_path(catalog.checkpoints[name], host) for name in names)
+    paths = [host.ml_env, host.models, host.drafters]
+    # A checkpoint may lie elsewhere: its space is then asked of its own folder.
+    elsewhere = [path for path in folders if not any(path.startswith(f"{above}/") for above in paths)]
+    return {
+        "paths": [*paths, *elsewhere],
+        "models": folders,
+        "environments": host.ml_env,
+        "toolkits": [host.cuda_home] if host.cuda_home else [],
+        "probes": host.probes,
+    }
 
 
 def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings) -> HostPlan:
@@ -263,7 +280,12 @@ def _environment(name: str, release: Release, python: str, host: HostData) -> En
         raise CatalogError(f"releases.{name} has no lock for Python {python}, which is this host's")
     lock = release.lock.format(python=python.replace(".", ""))
     digest = _environment_digest(lock, python, release.patches)
-    return Environment(name, release, python, lock, f"{host.ml_env}/{name}/{digest}")
+    return Environment(name, release, python, lock, f"{host.ml_env}/{name}/{digest}", _carries_nvcc(lock))
+
+
+@cache
+def _carries_nvcc(lock: str) -> bool:
+    return re.search(r"^nvidia-cuda-nvcc\b", (ROOT / lock).read_text(), re.M) is not None
 
 
 @cache

@@ -12,6 +12,7 @@ from rig.facts.host import DataPath, Gpu, HostFacts, parse_version
 from rig.live import reboot_pending
 from rig.memory import Fit
 from rig.settings import Confidence, Kind
+from rig.toolkit import BUILD, SERVE
 from rig.topology import REFUSED_ATTENTION, Decision
 
 GIB = 1 << 30
@@ -60,6 +61,12 @@ class Needs:
     space: Mapping[str, int] = field(default_factory=dict)
     """Bytes yet to be written below each path; the paths must be among the facts'."""
     fits: tuple[Fit, ...] = ()
+    not_accounted: Mapping[str, str] = field(default_factory=dict)
+    """Configurations whose memory cannot be accounted for yet: name -> checkpoint whose config is not known."""
+    cuda_home: str | None = None
+    """The CUDA toolkit that the operator named."""
+    without_nvcc: tuple[str, ...] = ()
+    """CUDA releases that bring no compiler, and for which the host has none that suits."""
     own_ports: frozenset[int] = frozenset()
     """Ports that services of ours listen on at present."""
     may_reboot: bool = False
@@ -192,6 +199,43 @@ def _driver(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
         )
 
 
+def _compilers(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    home = needs.cuda_home
+    version = facts.toolkits.get(home) if home else None
+    if home is not None and version is None:
+        why = "says no version" if home in facts.toolkits else "is not there"
+        yield _error(
+            "cuda-home",
+            f"cuda_home is {home}, and {home}/bin/nvcc {why}",
+            "install the CUDA toolkit there, name another, or leave cuda_home out",
+        )
+    elif version is not None and version < SERVE:
+        does = "neither builds nor compiles" if version < BUILD else "builds, and does not compile at serve time,"
+        severity = Severity.ERROR if version < BUILD else Severity.WARNING
+        yield Finding(
+            severity,
+            "cuda-old",
+            f"{home} is CUDA {_dotted(version)}, which {does} for SM120 (vllm-project/vllm#50705)",
+            f"{_dotted(BUILD)} builds, {_dotted(SERVE)} does both",
+        )
+    if home is None and needs.without_nvcc and decision.cards and decision.cards[0].compute_capability == (12, 0):
+        have = ", ".join(f"{path} ({_dotted(found)})" for path, found in facts.toolkits.items()) or "none"
+        yield _warning(
+            "cuda-none",
+            f"{', '.join(needs.without_nvcc)}: kernels that are compiled at the first request need a CUDA toolkit of "
+            f"their version, {_dotted(SERVE)} or newer (flashinfer-ai/flashinfer#3633); this host has {have}",
+            "install one (cuda-nvcc and cuda-cudart-dev of NVIDIA's repository), or set VLLM_USE_FLASHINFER_SAMPLER=0",
+        )
+    if facts.gcc is not None and facts.gcc >= (16,):
+        yield _warning(
+            "gcc-new", f"gcc {_dotted(facts.gcc)} breaks what nvcc compiles for SM120", "install gcc-15 or older"
+        )
+
+
+def _dotted(version: tuple[int, ...] | None) -> str:
+    return ".".join(map(str, version)) if version else "unknown version"
+
+
 def _secure_boot(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
     if not facts.secure_boot or not facts.gpus:
         return
@@ -220,6 +264,8 @@ def _memory(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
         elif one.tokens < 2 * one.context:
             many = "one request of full length" if one.fits else "no request of full length"
             yield _warning("memory-tight", f"{one.name} has room for {many}: {one}")
+    for name, checkpoint in needs.not_accounted.items():
+        yield _note("memory-unknown", f"whether {name} fits is not known before {checkpoint} is on the host")
     shm = facts.paths.get(SHM)
     if needs.releases_on("cuda") and shm is not None and shm.free < SHM_WANTED:
         yield _warning(
@@ -262,7 +308,7 @@ def _file_system(place: DataPath) -> Iterator[Finding]:
 def _system(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
     for name, release in (needs.releases_on("cuda") | needs.releases_on("cpu")).items():
         if release.minimum_glibc and facts.glibc and facts.glibc < (parse_version(release.minimum_glibc) or ()):
-            have = ".".join(map(str, facts.glibc))
+            have = _dotted(facts.glibc)
             yield _error("glibc", f"release {name} needs glibc {release.minimum_glibc}, this host has {have}")
     ports: dict[int, list[str]] = {}
     for name, configuration in needs.serving.items():
@@ -356,4 +402,4 @@ def _card(gpu: Gpu) -> str:
     return f"card {gpu.index} ({gpu.address})"
 
 
-CHECKS = (_cards, _links, _driver, _secure_boot, _memory, _space, _system, _known_bad, _rivals, _settings)
+CHECKS = (_cards, _links, _driver, _compilers, _secure_boot, _memory, _space, _system, _known_bad, _rivals, _settings)

@@ -77,12 +77,10 @@ class HostSettings:
 
     environment: variables for the engine process, by engine name ("vllm", "sglang").
     device_allow: device nodes the units may open; empty where no GPU was found.
-    cuda_home: toolkit for engines that compile at serve time, where there is one.
     """
 
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     device_allow: tuple[str, ...] = ()
-    cuda_home: str | None = None
     environment_unset: tuple[str, ...] = ()
     """Variables that must not reach an engine, not even empty."""
     engine_flags: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

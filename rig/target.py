@@ -11,7 +11,7 @@ from pyinfra.api.exceptions import PyinfraError
 from rig.facts.privilege import Privilege
 from rig.facts.report import HostReport
 from rig.facts.state import HostBasics
-from rig.hostplan import HostPlan, data_paths, host_plan, model_folders, plan_from_facts
+from rig.hostplan import HostPlan, host_plan, plan_from_facts, questions
 from rig.secrets import SecretError, read_secret
 from rig.settings import settings_from_gpus
 from rig.yaml_source import CatalogError
@@ -43,9 +43,7 @@ def current_plan() -> HostPlan:
     check_privilege()
     data = _data()
     try:
-        facts = host.get_fact(
-            HostReport, paths=data_paths(data), models=model_folders(data), probes=data.get("probes") or []
-        )
+        facts = host.get_fact(HostReport, wanted=questions(data))
         if facts.machine not in ("x86_64", None):
             raise CatalogError(f"its processor is {facts.machine}; the engines are built for x86_64")
         if "host" not in facts.unknown:

@@ -126,7 +126,8 @@ def _checkpoints_of(configuration: Configuration) -> list[str]:
 def engine_environment(plan: HostPlan, configuration: Configuration) -> dict[str, str]:
     """Variables of the engine process; the entry wins over the release, the release over the host's settings."""
     release = plan.environments[configuration.release].release
-    cuda = {"CUDA_HOME": plan.settings.cuda_home} if plan.settings.cuda_home else {}
+    home = plan.environments[configuration.release].cuda_home
+    cuda = {"CUDA_HOME": home} if home else {}
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, configuration.gpus))} if configuration.gpus else {}
     return {
         **ONE_HOST,

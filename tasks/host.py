@@ -3,9 +3,12 @@
 What takes effect at boot is staged and marked pending: no serving unit starts before the running kernel has it.
 """
 
+from collections.abc import Iterator
+
 from pyinfra.api import deploy
 
 from rig import layout
+from rig.checkpoint_specs import expected_bytes
 from rig.driver import DriverStep, driver_step, minimum_driver
 from rig.hostfiles import POWER_UNIT, HostFile, host_files, unwanted_files
 from rig.hostplan import HostPlan
@@ -13,19 +16,30 @@ from rig.live import reboot_pending
 from rig.memory import MIB, Fit, Model, configuration_fit
 from rig.operations import host as operations
 from rig.operations.files import Directory, File, present
-from rig.preflight import Finding, Needs, preflight
+from rig.preflight import SHM, Finding, Needs, preflight
 from rig.target import current_plan
 
+# Unpacked, with pip's copies while it is made (docs/host.md).
+ENVIRONMENT_BYTES = {"cuda": 12_000_000_000, "cpu": 3_000_000_000}
 REBOOT_SECONDS = 1800  # memory training of a host with 24 DIMMs takes many minutes
 
 
 def findings(plan: HostPlan) -> list[Finding]:
     """What the preflight says of this host and this plan."""
     running = running_configurations(plan)
+    accounts, unknown = fits(plan)
     needs = Needs(
         serving=plan.serving,
         releases={name: env.release for name, env in plan.environments.items()},
-        fits=fits(plan),
+        space=space(plan),
+        fits=accounts,
+        not_accounted=unknown,
+        cuda_home=plan.data.cuda_home,
+        without_nvcc=tuple(
+            name
+            for name, env in plan.environments.items()
+            if env.release.accelerator == "cuda" and not env.carries_nvcc and env.cuda_home is None
+        ),
         own_ports=frozenset(plan.serving[name].listen.port for name in running),
         may_reboot=plan.data.reboot == "yes",
         driver_upgrade=plan.data.driver_upgrade,
@@ -34,20 +48,55 @@ def findings(plan: HostPlan) -> list[Finding]:
     return preflight(plan.facts, plan.decision, needs)
 
 
-def fits(plan: HostPlan) -> tuple[Fit, ...]:
-    """The memory account of each configuration whose checkpoints are on the host."""
-    models = {path: Model(config, total=size) for path, (config, size) in plan.facts.models.items()}
+def space(plan: HostPlan) -> dict[str, int]:
+    """Bytes that a deploy has yet to write, by the path whose free space was read."""
+    asked = [path for path in plan.facts.paths if path not in ("/", SHM)]
+    needed: dict[str, int] = {}
+    for path, size in _yet_to_write(plan):
+        below = max((place for place in asked if f"{path}/".startswith(f"{place}/")), key=len, default=path)
+        needed[below] = needed.get(below, 0) + size
+    return needed
+
+
+def _yet_to_write(plan: HostPlan) -> Iterator[tuple[str, int]]:
+    for name, entry in plan.checkpoints.items():
+        path = plan.checkpoint_paths[name]
+        size = expected_bytes(name, entry)
+        if size is not None and path not in plan.facts.models:
+            yield path, max(0, size - plan.facts.partial.get(path, 0))
+    for environment in plan.environments.values():
+        if environment.path not in plan.facts.environments:
+            yield environment.path, ENVIRONMENT_BYTES[environment.release.accelerator]
+
+
+def fits(plan: HostPlan) -> tuple[tuple[Fit, ...], dict[str, str]]:
+    """The memory account of each configuration, and those without one: name -> checkpoint that is not known.
+
+    A checkpoint that is not on the host yet is known by its catalogue entry's shape.
+    """
     memory = min((card.memory_mib for card in plan.decision.cards if card.memory_mib), default=0)
-    accounts = []
+    accounts, unknown = [], {}
     for name, entry in plan.serving.items():
-        target = models.get(plan.checkpoint_paths[entry.target])
-        drafter = models.get(plan.checkpoint_paths[entry.speculation.drafter]) if entry.speculation else None
-        whole = target is not None and (drafter is not None or entry.speculation is None)
-        if entry.gpus and memory and entry.memory_fraction and target is not None and whole:
+        if not (entry.gpus and memory and entry.memory_fraction):
+            continue
+        used = [entry.target, *([entry.speculation.drafter] if entry.speculation else [])]
+        models = {checkpoint: _model(plan, checkpoint) for checkpoint in used}
+        target, *drafter = models.values()
+        if missing := [checkpoint for checkpoint, model in models.items() if model is None]:
+            unknown[name] = missing[0]
+        elif target is not None:
             engine = plan.environments[entry.release].release.engine
             budget = int(entry.memory_fraction * memory * MIB)
-            accounts.append(configuration_fit(name, entry, engine, budget, (target, drafter)))
-    return tuple(accounts)
+            accounts.append(configuration_fit(name, entry, engine, budget, (target, drafter[0] if drafter else None)))
+    return tuple(accounts), unknown
+
+
+def _model(plan: HostPlan, checkpoint: str) -> Model | None:
+    entry = plan.checkpoints[checkpoint]
+    if (found := plan.facts.models.get(plan.checkpoint_paths[checkpoint])) is not None:
+        return Model(found[0], total=found[1])
+    size = expected_bytes(checkpoint, entry)
+    return Model(entry.shape, total=size) if entry.shape and size else None
 
 
 def running_configurations(plan: HostPlan) -> list[str]:

@@ -105,6 +105,9 @@ driver_keyring = {
 }
 # Replace a working driver that is older than the engine releases need. Never done unasked.
 driver_upgrade = False
+# CUDA toolkit to build with, and for engines that compile at serve time (CUDA_HOME; 12.9 or newer). None: the newest in
+# /usr/local that suits the release, where there is one; a release that brings its own compiler uses that.
+cuda_home = None
 # URLs the host must reach; the preflight names those it cannot.
 probes: list[str] = []
 

@@ -233,6 +233,13 @@ class HostFacts:
     paths: Mapping[str, DataPath] = field(default_factory=dict)
     models: Mapping[str, tuple[Mapping[str, Any], int]] = field(default_factory=dict)
     """Config and bytes of weights of the checkpoints that are on the host, by folder."""
+    partial: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that a staging which has not ended has on disk already, by the checkpoint's folder."""
+    environments: tuple[str, ...] = ()
+    """Folders of the complete engine environments."""
+    toolkits: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
+    """Version of nvcc by the folder of its CUDA toolkit."""
+    gcc: tuple[int, ...] | None = None
     sysctls: Mapping[str, str | None] = field(default_factory=dict)
     units: Mapping[str, Unit] = field(default_factory=dict)
     packages: Mapping[str, str] = field(default_factory=dict)
@@ -352,6 +359,10 @@ class _Reader:
             systemd=_int((re.match(r"systemd (\d+)", self.output("systemd") or "") or [None, None])[1]),
             paths={one["path"]: _data_path(one) for one in raw["paths"]},
             models=_models(raw.get("models", ())),
+            partial={one["path"]: size for one in raw.get("models", ()) if one and (size := one.get("partial"))},
+            environments=tuple(raw.get("environments", ())),
+            toolkits={home: parse_nvcc(text) for home, text in raw.get("toolkits", {}).items()},
+            gcc=parse_version(raw.get("gcc") or ""),
             sysctls=raw["sysctls"],
             units=parse_units(self.output("units") or ""),
             packages=parse_packages(self.output("packages") or ""),
@@ -555,6 +566,12 @@ def parse_version(text: str) -> tuple[int, ...] | None:
     """(580, 159, 4) from "580.159.04"; None when no number leads."""
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else None
+
+
+def parse_nvcc(text: str) -> tuple[int, ...] | None:
+    """(13, 0, 88) from the "release 13.0, V13.0.88" of `nvcc --version`."""
+    found = re.search(r"\bV(\d+(?:\.\d+)+)", text) or re.search(r"release (\d+\.\d+)", text)
+    return parse_version(found[1]) if found else None
 
 
 def count_ranges(text: str | None) -> int | None:

@@ -5,8 +5,8 @@ It reads and does not judge: tool outputs travel as text, and rig/facts/host.py 
 parsers are typed, tested on recordings, and can be mended without touching a host. What cannot be read is
 null with its reason under "unknown".
 
-The one argument is a JSON object: {"paths": [data paths], "models": [checkpoint folders], "probes": [URLs],
-"timeout": seconds}.
+The one argument is a JSON object: {"paths": [data paths], "models": [checkpoint folders], "environments": folder,
+"toolkits": [CUDA toolkit folders], "probes": [URLs], "timeout": seconds}.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import glob
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -393,14 +394,29 @@ def data_path(path: str, table: Iterable[tuple[str, str, str]]) -> dict[str, Any
 
 
 def model(folder: str) -> dict[str, Any]:
-    """config.json and the size of all weight files of a checkpoint; both None where there is none."""
+    """config.json and the size of all weight files of a checkpoint; both None where there is none.
+
+    partial: bytes that a staging which has not ended keeps beside it.
+    """
     weights = glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))
     config = os.path.join(folder, "config.json")
+    begun = os.path.join(os.path.dirname(folder), "." + os.path.basename(folder) + ".partial")
+    sizes = [os.stat(os.path.join(at, name)).st_blocks * 512 for at, _, names in os.walk(begun) for name in names]
     return {
         "path": folder,
         "config": read(config) if os.path.exists(config) else None,
         "bytes": sum(os.path.getsize(path) for path in weights) if weights else None,
+        "partial": sum(sizes),
     }
+
+
+def toolkits(named: list[str], limit: float) -> dict[str, str]:
+    """What nvcc says of its version, by folder: the toolkits asked for, those in /usr/local, the one on PATH."""
+    nvcc = shutil.which("nvcc")
+    on_path = [os.path.dirname(os.path.dirname(os.path.realpath(nvcc)))] if nvcc else []
+    there = {os.path.realpath(home) for home in [*glob.glob("/usr/local/cuda*"), *on_path]}
+    found = [home for home in [*named, *sorted(there - set(named))] if os.access(home + "/bin/nvcc", os.X_OK)]
+    return {home: run([home + "/bin/nvcc", "--version"], limit)["out"] for home in found}
 
 
 def ports() -> list[int]:
@@ -492,6 +508,11 @@ def collect(options: dict[str, Any]) -> dict[str, Any]:
             for path in glob.glob(pattern)
         ),
         "models": [section("model:" + path, model, path) for path in options.get("models", [])],
+        "environments": [
+            os.path.dirname(mark) for mark in sorted(glob.glob(options.get("environments", "") + "/*/*/kimi-rig.json"))
+        ],
+        "toolkits": section("toolkits", toolkits, options.get("toolkits", []), limit) or {},
+        "gcc": run(["gcc", "-dumpfullversion"], limit)["out"] if shutil.which("gcc") else None,
         "ports": section("ports", ports),
         "secure_boot": section("secure_boot", secure_boot),
         "glibc": section("glibc", os.confstr, "CS_GNU_LIBC_VERSION"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pyinfra.api.facts import FactBase
 
@@ -18,12 +19,11 @@ NO_PYTHON = "python3 is missing"
 class HostReport(FactBase[HostFacts]):
     """Everything host_facts.py reads. Where it cannot run, all is unknown and HostFacts.unknown["host"] says why.
 
-    paths: whose free space and disks are wanted. models: folders of checkpoints. probes: URLs the host must reach.
+    wanted: what is asked beyond the host itself, see host_facts.py (rig.hostplan.questions).
     """
 
-    def command(self, paths: Sequence[str] = (), models: Sequence[str] = (), probes: Sequence[str] = ()) -> str:
-        wanted = {"paths": list(paths), "models": list(models), "probes": list(probes)}
-        options = shlex.quote(json.dumps(wanted))
+    def command(self, wanted: Mapping[str, Any] | None = None) -> str:
+        options = shlex.quote(json.dumps(dict(wanted or {}), sort_keys=True))
         return (
             f"if ! command -v python3 >/dev/null; then echo {shlex.quote(NO_PYTHON)}; exit 0; fi\n"
             f"python3 - {options} <<'KIMI_RIG_FACTS'\n{SCRIPT.read_text()}\nKIMI_RIG_FACTS"

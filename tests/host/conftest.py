@@ -19,7 +19,7 @@ from rig import layout
 from rig.catalog import check_all
 from rig.converge import RunFailed, asked_hosts, inventory_hosts
 from rig.facts.report import HostReport
-from rig.hostplan import HostPlan, data_paths, model_folders, plan_from_facts
+from rig.hostplan import HostPlan, plan_from_facts, questions
 from rig.states import rolled_back, state_file, state_of
 from rig.yaml_source import CatalogError
 
@@ -93,7 +93,7 @@ def _target(name: str, data: dict[str, Any], folder: Path) -> Target:
         raise RunFailed(f"cannot be reached: {said[-1].strip()}")
     if deployed.stdout.strip() != "yes":
         raise RunFailed(f"no deploy has come to its end here ({layout.RECEIPT} is missing): deploy first, then verify")
-    result = host.run(HostReport().command(data_paths(data), model_folders(data)))
+    result = host.run(HostReport().command({**questions(data), "probes": []}))
     facts = HostReport().process(result.stdout.splitlines())
     if "host" in facts.unknown:
         raise RunFailed(facts.unknown["host"])

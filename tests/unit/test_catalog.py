@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rig.catalog import INVENTORY, ROOT, Listen, check_all, load_catalog
-from rig.hostplan import host_plan, model_folders
+from rig.hostplan import host_plan, questions
 from rig.settings import HostSettings
 from rig.yaml_source import CatalogError, load
 
@@ -199,9 +199,9 @@ WRONG_DATA = [
 @pytest.mark.parametrize(("key", "value"), WRONG_DATA)
 def test_host_data_that_cannot_be(key: str, value: object) -> None:
     data = {"ml_env": "/opt/kimi env", "models": "/m", "drafters": "/d", "base_packages": [], "service_user": "kimi"}
-    assert model_folders(data)
+    assert questions(data)["models"]
     with pytest.raises(CatalogError, match=rf"host data .*{key}"):
-        model_folders({**data, key: value})
+        questions({**data, key: value})
 
 
 def test_all_findings_come_at_once(inventory: Path) -> None:
@@ -251,9 +251,9 @@ def test_numbers_that_yaml_reads_otherwise(inventory: Path, port: str, read: int
 )
 def test_host_data_that_nobody_reads(key: str, told: str) -> None:
     data = {"ml_env": "/e", "models": "/m", "drafters": "/d", "base_packages": [], "service_user": "kimi"}
-    assert model_folders({**data, "ssh_user": "root", "_sudo": True, "bench_sweep": "default"})
+    assert questions({**data, "ssh_user": "root", "_sudo": True, "bench_sweep": "default"})
     with pytest.raises(CatalogError) as caught:
-        model_folders({**data, key: 1})
+        questions({**data, key: 1})
     assert str(caught.value).endswith(f"there is no key {key}{told}")
 
 

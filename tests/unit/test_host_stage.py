@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from rig.catalog import ROOT
+from rig.catalog import ROOT, load_catalog
+from rig.checkpoint_specs import expected_bytes
 from rig.explain import explain_json
 from rig.explain_command import main as explain_main
 from rig.facts.host import parse_host
 from rig.facts.report import NO_PYTHON, HostReport
-from rig.hostplan import plan_from_facts
+from rig.hostplan import plan_from_facts, questions
+from rig.toolkit import toolkit_for
 from rig.topology import decide
-from tasks.host import findings, fits
+from rig.units import engine_environment
+from tasks.host import ENVIRONMENT_BYTES, findings, fits, space
 from tests.unit.test_engines_and_units import data
 from tests.unit.test_memory import CONFIG
 
@@ -91,7 +94,7 @@ def test_a_host_that_cannot_be_read_says_why(answer: str, why: str) -> None:
 def test_the_fact_runs_in_a_plain_shell(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
     (tmp_path / "model-00001-of-00001.safetensors").write_bytes(bytes(100))
-    command = HostReport().command(paths=["/it's here"], models=[str(tmp_path), "/nowhere"])
+    command = HostReport().command({"paths": ["/it's here"], "models": [str(tmp_path), "/nowhere"]})
     done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=True)
     facts = HostReport().process(done.stdout.splitlines())
     assert "host" not in facts.unknown
@@ -137,8 +140,107 @@ def test_configurations_on_the_host_are_accounted_for(tmp_path: Path) -> None:
     ]
     names = ["vllm-base", "vllm-eagle3-custom"]
     plan = plan_from_facts(data("gpu", configurations=names), parse_host(json.dumps(document)))
-    (fit,) = fits(plan)
+    (fit,), unknown = fits(plan)
     assert (fit.name, fit.fits, fit.context) == ("vllm-base", True, 32768)
+    assert unknown == {"vllm-eagle3-custom": "custom-drafter"}
+    assert "memory-unknown" in {one.code for one in findings(plan)}
     document["models"][0]["bytes"] *= 2
     plan = plan_from_facts(data("gpu", configurations=names), parse_host(json.dumps(document)))
     assert "memory-fit" in {one.code for one in findings(plan)}
+
+
+def test_a_bare_host_is_asked_for_the_space_of_what_it_has_yet_to_get() -> None:
+    document = json.loads(TURIN.read_text())
+    plan = plan_from_facts(data("gpu", configurations=["vllm-base"]), parse_host(json.dumps(document)))
+    (environment,) = plan.environments.values()
+    assert space(plan) == {"/shared": 595_200_000_000, "/opt/kimi-rig/env": ENVIRONMENT_BYTES["cuda"]}
+    # By the catalogue's shape, before there is a config on the host.
+    assert [one.name for one in fits(plan)[0]] == ["vllm-base"]
+    model = plan.checkpoint_paths["kimi-k2.5-int4"]
+    document["models"] = [{"path": model, "config": None, "bytes": None, "partial": 500_000_000_000}]
+    document["environments"] = [environment.path]
+    plan = plan_from_facts(data("gpu", configurations=["vllm-base"]), parse_host(json.dumps(document)))
+    assert space(plan) == {"/shared": 95_200_000_000}
+    full = next(one for one in document["paths"] if one["path"] == "/shared")
+    full["free"] = 90_000_000_000
+    plan = plan_from_facts(data("gpu", configurations=["vllm-base"]), parse_host(json.dumps(document)))
+    assert "/shared need 95 GB, /shared has 90 GB free" in {one.code: one.message for one in findings(plan)}["space"]
+
+
+def test_a_manifest_says_better_than_the_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = load_catalog().checkpoints["kimi-k2.5-int4"]
+    monkeypatch.setattr("rig.checkpoint_specs.INVENTORY", tmp_path)
+    assert expected_bytes("kimi-k2.5-int4", entry) == 595_200_000_000
+    (tmp_path / "manifests").mkdir()
+    (tmp_path / "manifests/kimi-k2.5-int4.json").write_text('{"files": [{"size": 7}, {"size": 5}]}')
+    assert expected_bytes("kimi-k2.5-int4", entry) == 12
+    assert expected_bytes("custom-drafter", load_catalog().checkpoints["custom-drafter"]) is None
+
+
+def test_a_checkpoint_of_a_place_of_its_own_is_asked_after() -> None:
+    asked = questions(data("gpu", models="/elsewhere"))
+    assert asked["paths"][:3] == ["/opt/kimi-rig/env", "/elsewhere", "/data/eagle3"]
+    assert "/elsewhere/kimi-k2.5-int4" in asked["models"]
+    assert asked["toolkits"] == []
+
+
+def test_an_engine_compiles_with_the_toolkit_of_its_own_version() -> None:
+    document = json.loads(TURIN.read_text())
+    document["toolkits"] = {f"/usr/local/cuda-{v}": f"release {v}, V{v}.61" for v in ("12.8", "12.9", "13.0")}
+    names = ["vllm-base", "sglang-base"]
+    plan = plan_from_facts(data("gpu", configurations=names), parse_host(json.dumps(document)))
+    assert {env.cuda_home for env in plan.environments.values()} == {"/usr/local/cuda-12.9"}
+    assert engine_environment(plan, plan.serving["vllm-base"])["CUDA_HOME"] == "/usr/local/cuda-12.9"
+    assert not {"cuda-none", "cuda-old", "cuda-home"} & {one.code for one in findings(plan)}
+    named = data("gpu", configurations=names, cuda_home="/opt/cuda")
+    document["toolkits"] = {"/opt/cuda": "release 12.8, V12.8.93"}
+    plan = plan_from_facts(named, parse_host(json.dumps(document)))
+    assert engine_environment(plan, plan.serving["vllm-base"])["CUDA_HOME"] == "/opt/cuda"
+    assert {one.code: one.severity for one in findings(plan)}["cuda-old"] == "warning"
+    document["toolkits"] = {}
+    plan = plan_from_facts(named, parse_host(json.dumps(document)))
+    assert "/opt/cuda/bin/nvcc is not there" in {one.code: one.message for one in findings(plan)}["cuda-home"]
+    document["toolkits"] = {"/usr/local/cuda-13.0": "release 13.0, V13.0.88"}
+    plan = plan_from_facts(data("gpu", configurations=names), parse_host(json.dumps(document)))
+    assert "CUDA_HOME" not in engine_environment(plan, plan.serving["vllm-base"])
+    assert (
+        "this host has /usr/local/cuda-13.0 (13.0.88)" in {one.code: one.message for one in findings(plan)}["cuda-none"]
+    )
+
+
+@pytest.mark.parametrize(("version", "severity"), [("11.8", "error"), ("12.8", "warning"), ("12.9", None)])
+def test_a_toolkit_that_is_too_old_is_said(version: str, severity: str | None) -> None:
+    document = json.loads(TURIN.read_text())
+    document["toolkits"] = {"/opt/cuda": f"Cuda compilation tools, release {version}, V{version}.61"}
+    plan = plan_from_facts(data("gpu", cuda_home="/opt/cuda"), parse_host(json.dumps(document)))
+    assert {one.code: one.severity for one in findings(plan)}.get("cuda-old") == severity
+
+
+def test_a_release_that_brings_its_compiler_uses_that() -> None:
+    release = load_catalog().releases["vllm-0.33.0"]
+    there = {"/usr/local/cuda-13.0": (13, 0, 88)}
+    assert toolkit_for(release, there, None, carries_nvcc=True) is None
+    assert toolkit_for(release, there, None, carries_nvcc=False) == "/usr/local/cuda-13.0"
+    assert toolkit_for(release, there, "/opt/cuda", carries_nvcc=True) == "/opt/cuda"
+    assert toolkit_for(release, {"/usr/local/cuda-13.0": None}, None, carries_nvcc=False) is None
+
+
+def test_the_script_finds_toolkits_and_what_staging_has_begun(tmp_path: Path) -> None:
+    (tmp_path / "cuda/bin").mkdir(parents=True)
+    nvcc = tmp_path / "cuda/bin/nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.86'\n")
+    nvcc.chmod(0o755)
+    (tmp_path / ".model.partial").mkdir()
+    (tmp_path / ".model.partial/a.safetensors").write_bytes(b"x" * 100_000)
+    (tmp_path / "env/vllm/abc").mkdir(parents=True)
+    (tmp_path / "env/vllm/abc/kimi-rig.json").write_text("{}")
+    wanted = {
+        "models": [f"{tmp_path}/model"], "environments": f"{tmp_path}/env",
+        "toolkits": [f"{tmp_path}/cuda", "/nowhere"],
+    }  # fmt: skip
+    done = subprocess.run(["/bin/sh", "-c", HostReport().command(wanted)], capture_output=True, text=True, check=True)
+    facts = HostReport().process(done.stdout.splitlines())
+    assert facts.toolkits[f"{tmp_path}/cuda"] == (12, 9, 86)
+    assert "/nowhere" not in facts.toolkits
+    assert facts.environments == (f"{tmp_path}/env/vllm/abc",)
+    assert 90_000 < facts.partial[f"{tmp_path}/model"] < 120_000

@@ -78,6 +78,7 @@ def test_a_bare_host_is_told_what_will_be_installed() -> None:
         (replace(SOUND, processes=(GpuProcess("GPU-0", 481, 8802, "python3"),)), "gpu-in-use", Severity.NOTE),
         (replace(SOUND, unattended_upgrades=True), "unattended-upgrades", Severity.WARNING),
         (replace(SOUND, container="docker"), "container", Severity.NOTE),
+        (replace(SOUND, gcc=(16, 1, 0)), "gcc-new", Severity.WARNING),
     ],
 )
 def test_a_fault_is_found(facts: HostFacts, code: str, severity: Severity) -> None:
