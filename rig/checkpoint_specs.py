@@ -66,7 +66,7 @@ def local_manifest(name: str) -> Path:
 
 def expected_bytes(name: str, entry: Checkpoint) -> int | None:
     """Bytes of all its files: the manifest's sum, else what the catalogue says; None where nothing is fetched."""
-    if isinstance(entry.source, DirectorySource):
+    if isinstance(entry.source, DirectorySource | GeneratorSource):
         return None
     if local_manifest(name).is_file():
         return sum(int(file["size"]) for file in json.loads(local_manifest(name).read_text())["files"])

@@ -177,6 +177,13 @@ def test_a_manifest_says_better_than_the_catalogue(tmp_path: Path, monkeypatch: 
     assert expected_bytes("custom-drafter", load_catalog().checkpoints["custom-drafter"]) is None
 
 
+def test_the_sandbox_needs_the_space_of_its_environment_alone() -> None:
+    document = json.loads(TURIN.read_text())
+    document["files"]["/etc/os-release"] = "ID=debian\nVERSION_ID=12\n"
+    plan = plan_from_facts(data("sandbox"), parse_host(json.dumps(document)))
+    assert space(plan) == {"/opt/kimi-rig/env": ENVIRONMENT_BYTES["cpu"]}
+
+
 def test_a_checkpoint_of_a_place_of_its_own_is_asked_after() -> None:
     asked = questions(data("gpu", models="/elsewhere"))
     assert asked["paths"][:3] == ["/opt/kimi-rig/env", "/elsewhere", "/data/eagle3"]
