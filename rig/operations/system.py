@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from pathlib import PurePosixPath
@@ -127,7 +128,11 @@ def running_current(digests: dict[str, str], restart: str) -> Commands:
         Lines, script='for f in /run/kimi-rig/*/started.json; do d=${f%/*}; echo "${d##*/} $(cat $f)"; done'
     )
     running = dict(line.split(" ", 1) for line in started if " " in line)
-    stale = sorted(name for name, text in running.items() if name in digests and digests[name] not in text)
+    outdated = {name for name, text in running.items() if name in digests and digests[name] not in text}
+    # A checkpoint that was replaced where it lies changes no digest of the plan.
+    told = host.get_fact(Lines, script=f"{layout.RIGCTL} status --json 2>/dev/null")
+    outdated |= {row["name"] for row in json.loads("\n".join(told) or "[]") if row["stale"]}
+    stale = sorted(outdated & digests.keys())
     if restart == "when-idle":
         waiting = host.get_fact(
             Lines, script="systemctl list-units --plain --no-legend 'kimi-restart-*' | cut -d' ' -f1"

@@ -12,7 +12,7 @@ import runpy
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -233,26 +233,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @contextmanager
-def memory_group(drill: DrillBox, spare_mib: int, pid: int | None = None) -> Iterator[None]:
+def memory_group(drill: DrillBox, pid: int | None = None) -> Iterator[Callable[[int], None]]:
     """Put the whole box, or one process of it, into a memory cgroup of the computer: the box's own limits may not hold.
 
-    spare_mib: what may still be taken. Memory taken before counts only for processes started inside.
+    Yields what sets the limit: so many MiB above what cannot be given back. Memory counts from the entry on.
     """
     parent = Path("/sys/fs/cgroup/memory")
     if not (parent / "memory.limit_in_bytes").exists() or not os.access(parent, os.W_OK):
         pytest.skip("this computer has no memory controller of cgroup v1 that we may use")
     group = parent / f"kimi-rig-drill-{os.getpid()}"
     group.mkdir()
-    (group / "memory.move_charge_at_immigrate").write_text("3")
-    moved = _processes(drill, pid)
+
+    def limit(spare_mib: int) -> None:
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        files = int(counts["total_inactive_file"]) + int(counts["total_active_file"])
+        used = int((group / "memory.usage_in_bytes").read_text()) - files
+        (group / "memory.limit_in_bytes").write_text(str(used + (spare_mib << 20)))
+
     try:
-        for found in moved:
+        for found in _processes(drill, pid):
             with suppress(OSError):
                 (group / "cgroup.procs").write_text(str(found))
-        limit = int((group / "memory.usage_in_bytes").read_text()) + (spare_mib << 20)
-        (group / "memory.limit_in_bytes").write_text(str(limit))
-        yield
+        yield limit
     finally:
+        (group / "memory.limit_in_bytes").write_text("-1")
         while left := (group / "cgroup.procs").read_text().split():
             for number in left:
                 with suppress(OSError):

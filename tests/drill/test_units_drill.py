@@ -49,9 +49,12 @@ def test_a_fault_in_service_is_restarted(box: DrillBox, fault: str, who: str, nu
 def test_out_of_memory(box: DrillBox, *, whole: bool) -> None:
     box.install(a={})
     box.start("a")
-    begun = time.monotonic()
-    with memory_group(box, 30, None if whole else box.pid("a", ENGINE)):
-        box.set_faults("a", grow=200)
+    with memory_group(box, None if whole else box.pid("a", ENGINE)) as limit:
+        if whole:
+            box.ssh("systemctl restart kimi-drill-a")
+        begun = time.monotonic()
+        limit(30)
+        box.set_faults("a", grow=60)
         row = box.until("a", 60, restarts=1)
         box.set_faults("a")
     row = box.until("a", 60, state="active")
@@ -198,6 +201,18 @@ def test_two_switches_at_once(box: DrillBox) -> None:
     assert sorted(states.values()) == ["active", "inactive", "inactive"], states
     assert states["a"] == "inactive"
     box.told("two switches at once", "one of the two is active", "serving", begun)
+
+
+def test_a_replaced_checkpoint_makes_the_service_stale(box: DrillBox) -> None:
+    box.prepare()
+    box.install(a={})
+    box.start("a")
+    assert not box.state("a")["stale"]
+    begun = time.monotonic()
+    box.ssh(f"echo >> {HOME}/drafter/config.json; rigctl checkpoints adopt drafter --spec {HOME}/drafter.json")
+    row = box.state("a")
+    assert row["stale"]
+    box.told("drafter replaced in service", "as it was", row["remarks"][0], begun)
 
 
 def test_a_unit_edited_by_hand_is_told(box: DrillBox) -> None:

@@ -157,6 +157,8 @@ def test_what_runs(target: Target, configuration: str) -> None:
     started = json_of(target.host, f"/run/kimi-rig/{configuration}/started.json")
     digest = target.state["units"][configuration]
     assert started["digest"] == digest, f"{unit} is stale: it was started before the last deploy"
+    [row] = [row for row in json.loads(run(target.host, "rigctl status --json")) if row["name"] == configuration]
+    assert not row["stale"], f"{unit} is stale: {row['remarks'][0]}"
     entry = target.plan.serving[configuration]
     listening = run(target.host, f"ss -Hltn 'sport = :{entry.listen.port}'").split()
     assert f"{entry.listen.host}:{entry.listen.port}" in listening, (

@@ -28,6 +28,7 @@ def test_ready_means_accepted_and_a_stop_is_clean(tmp_path: Path) -> None:
     listening = float(run.journal.partition("LISTENING ")[2].split()[0])
     assert 0 <= started["noticed_at"] - listening < 0.5
     assert {"identity", "completion", "tool_call", "speculation"} <= started["proved"].keys()
+    assert started["checkpoints"].keys() == {"target"}
     assert started["prechecks"]["host settings live"] == "0 settings are live"
     assert "<7>[harmless] ImportError" in run.journal
     run.until("serving; answered")

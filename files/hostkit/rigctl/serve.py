@@ -21,6 +21,7 @@ import requests
 
 from rigctl import ended, prechecks
 from rigctl.acceptance import NotAccepted, accept
+from rigctl.checkpoints.precheck import identities
 from rigctl.cli import RigctlError
 from rigctl.client import Engine, api_key
 from rigctl.enginelog import EngineLog, RunFile
@@ -83,6 +84,7 @@ class Supervisor:
         self._log = EngineLog(Phases(specification.engine), specification.harmless_log, key, file)
         self._patience = Patience(specification.limits)
         self._said = (0.0, "")
+        self._checkpoints: dict[str, str] = {}
         self._accepted = False
         self._frozen = False
 
@@ -139,6 +141,7 @@ class Supervisor:
     def _check(self) -> dict[str, str]:
         self._say("checking")
         checked = self._meanwhile(lambda: dict(prechecks.run_all(self._specification)), lambda: "checking")
+        self._checkpoints = identities(self._specification)
         for name, outcome in checked.items():
             print(f"pre-check {name}: {outcome}", flush=True)
         return checked
@@ -230,6 +233,7 @@ class Supervisor:
         specification = self._specification
         started = {
             "digest": specification.digest,
+            "checkpoints": self._checkpoints,
             "accepted_at": int(time.time()),
             "accepted_monotonic": time.monotonic(),
             "noticed_at": round(noticed_at, 3),

@@ -12,6 +12,7 @@ from typing import Any
 import requests
 
 from rigctl.acceptance import reasoning_of
+from rigctl.checkpoints.precheck import identities
 from rigctl.cli import RigctlError
 from rigctl.client import Engine, api_key
 from rigctl.ended import failures
@@ -83,7 +84,7 @@ def row(specification: Specification) -> dict[str, Any]:
         "restarts": int(unit["NRestarts"] or 0),
         "failures": failures(specification),
         "last_end": ended,
-        "stale": ran_as is not None and ran_as["digest"] != specification.digest,
+        "stale": _stale(specification, ran_as) is not None,
         "edited": _edited(specification, unit),
         "remarks": list(_remarks(specification, unit, ran_as, watch, ended)),
     }
@@ -95,6 +96,20 @@ def _status_text(unit: dict[str, str], ended: dict[str, Any] | None) -> str:
             return why
         return str((ended or {}).get("cause") or unit["StatusText"] or unit["Result"])
     return unit["StatusText"] if unit["ActiveState"] != "inactive" else ""
+
+
+def _stale(specification: Specification, ran_as: dict[str, Any] | None) -> str | None:
+    """What has changed since the service that runs was started; None when nothing has, or nothing runs."""
+    if ran_as is None:
+        return None
+    if ran_as["digest"] != specification.digest:
+        return "deployed anew"
+    try:
+        now = identities(specification)
+    except RigctlError:
+        return None  # on its way: staging and verification say so themselves
+    changed = [name for name, was in ran_as.get("checkpoints", {}).items() if now.get(name) != was]
+    return f"{', '.join(changed)} replaced" if changed else None
 
 
 def _edited(specification: Specification, unit: dict[str, str]) -> list[str]:
@@ -115,8 +130,8 @@ def _remarks(
     watch: dict[str, Any],
     ended: dict[str, Any] | None,
 ) -> Iterator[str]:
-    if ran_as and ran_as["digest"] != specification.digest:
-        yield "STALE: deployed anew since it was started; `systemctl restart` takes it over"
+    if why := _stale(specification, ran_as):
+        yield f"STALE: {why} since it was started; `systemctl restart` takes it over"
     if edited := _edited(specification, unit):
         yield f"EDITED BY HAND: {', '.join(edited)}; deploy again, or move the change to inventory/serving.yaml"
     if unit["NeedDaemonReload"] == "yes":

@@ -78,6 +78,11 @@ def fits(specification: Specification, environment: Mapping[str, str] | None = N
     return "; ".join(found.lines())
 
 
+def identities(specification: Specification) -> dict[str, str]:
+    """Name -> digest over all proved files of each checkpoint in use: another one, and what lies there is another."""
+    return {name: _record(name, path).manifest.identity() for name, path in _used(specification)}
+
+
 def verdict(specification: Specification) -> Verdict:
     """The verdict on a configuration's drafter. Raises RigctlError when there is nothing to judge."""
     used = specification.checkpoints
