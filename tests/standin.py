@@ -5,7 +5,7 @@ Standard library only, since it also runs as a unit in the box. `--plan JSON` sa
     load: list of ["log", text], ["shout", bytes], ["sleep", seconds], ["busy", seconds], ["exit", code], ["stop"]
         (SIGSTOP to itself)
     worker, orphan: start a child process; the orphan leaves the process group and ignores SIGTERM
-    deaf: ignore SIGTERM
+    deaf: ignore SIGTERM; "while loading": only until it listens
     segment_mib: keep a shared memory segment of this size
 
 `--faults FILE` is read anew for each request: {"answer": "degenerate" | "empty" | "bytes" | "think" | "no-call"},
@@ -236,6 +236,8 @@ def main() -> None:
         child("sglang::scheduler", orphan=True)
     if arguments.plan.get("segment_mib"):
         segment(arguments.plan["segment_mib"])
+    if arguments.plan.get("deaf"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     load(arguments.plan.get("load", []))
     Handler.state = state
     server = ThreadingHTTPServer((arguments.host, arguments.port), Handler)
@@ -251,7 +253,8 @@ def main() -> None:
             time.sleep(0.05)
         server.shutdown()
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if arguments.plan.get("deaf") else stop)
+    if arguments.plan.get("deaf") is not True:
+        signal.signal(signal.SIGTERM, stop)
     print(f"LISTENING {time.time():.3f}", flush=True)
     server.serve_forever(poll_interval=0.05)
     if state.worker:

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rig.layout import CONFIGURATIONS
-from tests.drill.conftest import SUPERVISOR, DrillBox, memory_group
+from rig.layout import CONFIGURATIONS, UNITS
+from tests.drill.conftest import HOME, SUPERVISOR, DrillBox, memory_group
 
 NAME = "vllm-eagle3-custom"
 API_SERVER = r"\S+/bin/python -m vllm\.entrypoints"
@@ -85,6 +85,47 @@ def test_the_port_is_taken(box: DrillBox) -> None:
         subprocess.run(box.box.ssh_command("systemctl stop drill-stranger"), check=True)
     row = box.until(NAME, prefix="", state="failed")
     box.told("real engine: port taken by a stranger", "failed", row["status"], begun)
+
+
+def test_a_stop_during_the_load_is_quick(box: DrillBox) -> None:
+    box.ssh(f"systemctl stop kimi-{NAME}; systemctl start --no-block kimi-{NAME}")
+    while box.state(NAME, "")["status"].split(" (")[0] in ("", "checking", "starting the engine"):
+        time.sleep(0.2)
+    begun = time.monotonic()
+    box.ssh(f"systemctl stop kimi-{NAME}")
+    row = box.state(NAME, "")
+    assert (row["state"], row["last_end"]["result"]) == ("inactive", "success")
+    assert time.monotonic() - begun < 60, "the engine loses a signal that comes while it loads"
+    box.told("real engine: stopped while it loads", "inactive", "(nothing)", begun)
+
+
+def test_a_degenerate_model_is_not_accepted_and_both_verdicts_are_shown(box: DrillBox) -> None:
+    """The zero-norm model: one token over and over, which its drafter foresees perfectly."""
+    name, target, drafter = "drill-degenerate", f"{HOME}/degenerate", f"{HOME}/degenerate-drafter"
+    specification = json.loads(box.path(f"{CONFIGURATIONS}/{NAME}.json").read_text())
+    for kind, place in (("target", target), ("drafter", drafter)):
+        source = {"type": "local", "path": place}
+        spec = json.dumps({"name": f"drill-{kind}", "kind": kind, "destination": place, "source": source})
+        box.ssh(f"rm -rf {place}; rigctl tiny-kimi {kind}-degenerate {place}")
+        box.path(f"{HOME}/{kind}.json").write_text(spec)
+        box.ssh(f"rigctl checkpoints adopt drill-{kind} --spec {HOME}/{kind}.json")
+    used = {**specification["checkpoints"], "target": "drill-target", "drafter": "drill-drafter"}
+    content = json.dumps({**specification, "checkpoints": used})
+    texts = {f"{CONFIGURATIONS}/{name}.json": content}
+    texts[f"{UNITS}/kimi-{name}.service"] = box.path(f"{UNITS}/kimi-{NAME}.service").read_text()
+    for path, text in texts.items():
+        moved = text.replace(specification["target_path"], target).replace(specification["drafter_path"], drafter)
+        box.path(path).write_text(moved.replace(NAME, name))
+    box.ssh(f"systemctl daemon-reload; systemctl stop kimi-{NAME}")
+    begun = time.monotonic()
+    try:
+        box.ssh(f"systemctl start kimi-{name}", check=False)
+        row = box.until(name, 300, prefix="", state="failed")
+    finally:
+        box.ssh("rigctl checkpoints forget drill-target; rigctl checkpoints forget drill-drafter", check=False)
+    found = re.search(r"completion: \S+ is degenerate: .*speculation: (\d+)/(\d+) accepted", row["status"])
+    assert found and found[1] == found[2], row["status"]
+    box.told("real engine: degenerate output (zero-norm model)", "failed", row["status"], begun)
 
 
 OTHER = "vllm-base"

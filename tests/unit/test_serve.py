@@ -117,6 +117,16 @@ def test_a_stop_in_the_middle_of_a_load(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 5
 
 
+def test_a_stop_that_a_loading_engine_loses_is_said_again(tmp_path: Path) -> None:
+    load = [*WEIGHTS, ["sleep", 3]]
+    run = Run(tmp_path, {"load": load, "deaf": "while loading"}, limits=limits(stop_seconds=60))
+    run.until("loading weights 2/64")
+    begun = time.monotonic()
+    assert run.stop() == 0
+    assert time.monotonic() - begun < 15
+    assert "LISTENING" in run.journal, "the signal came while it loaded"
+
+
 def test_the_port_is_taken(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         run = Run(tmp_path, port=stranger.getsockname()[1])

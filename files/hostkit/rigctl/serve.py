@@ -320,11 +320,13 @@ class Supervisor:
             own = self._specification.drain != "none"
             if self._accepted and not own:
                 self._drain(limits.drain_seconds)
-            process.terminate()
             patience = limits.stop_seconds + (limits.drain_seconds if self._accepted and own else 0)
             asked = time.monotonic()
+            process.terminate()
             while process.poll() is None and time.monotonic() < asked + patience:
                 notify(ALIVE)
+                if not self._accepted:
+                    process.terminate()  # vLLM 0.32.0 loses one that comes while it loads, and serves on
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(TICK_SECONDS)
             ended_by_itself = "ended" if process.poll() is not None else "is killed: it did not end"
