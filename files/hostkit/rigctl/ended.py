@@ -14,6 +14,7 @@ from rigctl.progress import PROC, gpu_memory, members
 from rigctl.specification import Specification, read, read_json, write_json
 
 OF_ONE_RUN = ("started.json", "watch.json", "metrics.prom", "engine.yaml")
+KILLED = "by hand, or by the kernel for lack of memory (`journalctl -k` tells)"
 GRACE_SECONDS = 0.5  # helpers of a multiprocessing program end by themselves a moment after it
 
 
@@ -34,6 +35,7 @@ def record(specification: Specification) -> int:
     write_json(specification.runtime / "failures.json", {"failures": series})
     ended: dict[str, Any] = {
         "at": time.time(),
+        "since_boot": [boot_id(), time.monotonic()],
         "result": result,
         "cause": cause,
         "accepted": started is not None,
@@ -48,6 +50,11 @@ def record(specification: Specification) -> int:
     for line in [*(f"ended {process}" for process in killed), *left]:
         print(f"left over: {line}", flush=True)
     return 0
+
+
+def boot_id() -> str:
+    """Which boot this is: times on the monotonic clock of two boots cannot be compared."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def failures(specification: Specification) -> list[str]:
@@ -74,7 +81,8 @@ def _cause(specification: Specification, result: str) -> str:
         "timeout": "the supervisor did not answer systemd in time",
         "watchdog": "the supervisor hung",
     }
-    return known.get(result) or f"the supervisor ended by itself ({code}, {status})"
+    killed = f": {KILLED}" if status == "KILL" else ""
+    return known.get(result) or f"the supervisor ended by itself ({code}, {status}{killed})"
 
 
 def end_group(*, polite_seconds: float) -> list[str]:

@@ -354,7 +354,7 @@ def _unblock() -> None:
 
 def _exit_text(status: int) -> str:
     if status == -signal.SIGKILL:
-        return "signal SIGKILL: by hand, or by the kernel for lack of memory (`journalctl -k` tells)"
+        return f"signal SIGKILL: {ended.KILLED}"
     return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
 
 

@@ -12,6 +12,7 @@ import requests
 
 from rigctl.cli import RigctlError
 from rigctl.client import Engine, api_key
+from rigctl.ended import boot_id
 from rigctl.specification import Specification, installed, named, read_json, write_json
 from rigctl.status import FALLBACK, active, row
 from rigctl.systemd import properties, systemctl
@@ -128,22 +129,20 @@ def _outcome(failed: Specification, ended: dict[str, Any]) -> tuple[str | None, 
 
 
 def _displaced(failed: Specification) -> str | None:
-    """The configuration that was accepted last among those stopped just before `failed` was started."""
-    began = _start_of(failed)
+    """The configuration that was accepted last among those stopped just before `failed` was started.
+
+    On the monotonic clock: between the two the other one may be set.
+    """
+    unit = properties(failed.unit, ["InactiveExitTimestampMonotonic"])
+    began = int(unit["InactiveExitTimestampMonotonic"] or 0) / 1e6
     candidates: list[tuple[float, str]] = []
     for other in installed():
-        stopped = (read_json(other.state / "ended.json") or {}).get("at", 0)
+        boot, stopped = (read_json(other.state / "ended.json") or {}).get("since_boot", ["", 0.0])
         accepted = (read_json(other.state / "accepted.json") or {}).get("at", 0)
-        if other.name != failed.name and accepted and began - DISPLACED_SECONDS < stopped <= began + 1:
+        displaced = boot == boot_id() and began - DISPLACED_SECONDS < stopped <= began + 1
+        if other.name != failed.name and accepted and displaced:
             candidates.append((accepted, other.name))
     return max(candidates)[1] if candidates else None
-
-
-def _start_of(specification: Specification) -> float:
-    """When its last run began, in the clock that ended.json is written with."""
-    unit = properties(specification.unit, ["InactiveExitTimestampMonotonic"])
-    monotonic = int(unit["InactiveExitTimestampMonotonic"] or 0) / 1e6
-    return time.time() - (time.clock_gettime(time.CLOCK_MONOTONIC) - monotonic)
 
 
 def _why(failed: Specification, ended: dict[str, Any]) -> str:
