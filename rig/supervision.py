@@ -19,6 +19,7 @@ class Supervision(BaseModel):
     busy_only_minutes: Positive = 60
     busy_share: Positive = 0.05
     io_mib: Positive = 1
+    gpu_step_mib: Positive = 16
     sample_seconds: Positive = 10
     gpu_free_mib: Count = 1024
     gpu_wait_seconds: Positive = 60
@@ -26,6 +27,9 @@ class Supervision(BaseModel):
     minimum_shm_mib: Count = 512
     minimum_disk_mib: Count = 2048
     acceptance_seconds: Positive = 600
+    settle_seconds: Positive = 3
+    repeated_words: Annotated[int, Field(ge=2)] = 8
+    repeated_share: Annotated[float, Field(gt=0, le=1)] = 0.6
     watch_seconds: Positive = 30
     watch_answer_seconds: Positive = 60
     frozen_minutes: Positive = 10

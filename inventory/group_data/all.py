@@ -40,9 +40,10 @@ supervision = {
     "no_progress_minutes": 25,
     # ... or this long with nothing but processor time (a hung collective spins). February's longest load took 35 min.
     "busy_only_minutes": 60,
-    # Processor time counts from this share of one core on, I/O from this much between two samples.
+    # Processor time counts from this share of one core on, I/O and GPU memory from this much between two samples.
     "busy_share": 0.05,
     "io_mib": 1,
+    "gpu_step_mib": 16,
     "sample_seconds": 10,
     # Before the start: a GPU with less in use than this is free; so long its last owner may take to give it back.
     "gpu_free_mib": 1024,
@@ -53,6 +54,11 @@ supervision = {
     "minimum_disk_mib": 2048,
     # Longest wait for one answer of the acceptance: a first request may compile kernels.
     "acceptance_seconds": 600,
+    # Engines count speculation up to so long after the answer. An answer of at least so many words is degenerate when
+    # one of them has this share of it (or when it is one character over and over).
+    "settle_seconds": 3,
+    "repeated_words": 8,
+    "repeated_share": 0.6,
     # Watchdog: a small completion every so often; an answer may take so long before the counters are asked instead.
     "watch_seconds": 30,
     "watch_answer_seconds": 60,

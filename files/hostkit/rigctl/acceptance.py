@@ -15,6 +15,7 @@ from typing import Any
 import requests
 
 from rigctl.client import Engine, Speculation
+from rigctl.specification import Limits
 
 QUESTION = [{"role": "user", "content": "In one sentence: what is a token?"}]
 WEATHER = {
@@ -32,10 +33,6 @@ WEATHER = {
 # A tool call and its reasoning fit well below this; the answer to QUESTION may end earlier by itself.
 MAX_TOKENS = 512
 SHORT_MAX_TOKENS = 128
-SETTLE_SECONDS = 3
-# Words needed before repetition can be judged, and the share of one word that no language reaches.
-JUDGED_WORDS = 8
-REPEATED_SHARE = 0.6
 
 
 class NotAccepted(Exception):
@@ -147,7 +144,7 @@ def _completion(engine: Engine) -> dict[str, Any]:
     message = choice["message"]
     reasoning, content = reasoning_of(message), message.get("content") or ""
     for part, text in (("reasoning", reasoning), ("content", content)):
-        if problem := degenerate(text):
+        if problem := degenerate(text, engine.specification.limits):
             raise NotAccepted(f"completion: {part} is degenerate: {problem}: {text[:80]!r}")
     # A reasoning model may still think when the tokens end; then there is no content yet.
     if not content.strip() and not (reasoning.strip() and choice.get("finish_reason") == "length"):
@@ -194,7 +191,7 @@ def _speculation(engine: Engine, before: Speculation | None) -> dict[str, Any]:
 
 def _settled(engine: Engine, before: Speculation | None) -> Speculation | None:
     """The counters once they have moved; engines write them down a moment after the answer."""
-    end = time.monotonic() + SETTLE_SECONDS
+    end = time.monotonic() + engine.specification.limits.settle_seconds
     while True:
         after = engine.speculation()
         moved = after is not None and after.drafts > (before.drafts if before else 0)
@@ -208,17 +205,17 @@ def reasoning_of(message: dict[str, Any]) -> str:
     return message.get("reasoning") or message.get("reasoning_content") or ""
 
 
-def degenerate(text: str) -> str | None:
+def degenerate(text: str, limits: Limits) -> str | None:
     """Why a text cannot come from a sound model (one word or character over and over); None when it can."""
     if "\ufffd" in text:
         return "it holds bytes that are no UTF-8"
     stripped = "".join(text.split())
-    if len(stripped) >= JUDGED_WORDS and len(set(stripped)) == 1:
+    if len(stripped) >= limits.repeated_words and len(set(stripped)) == 1:
         return "it is one character repeated"
     words = text.split()
-    if len(words) >= JUDGED_WORDS:
+    if len(words) >= limits.repeated_words:
         word, count = Counter(words).most_common(1)[0]
-        if count > REPEATED_SHARE * len(words):
+        if count > limits.repeated_share * len(words):
             return f"{word!r} is {count} of its {len(words)} words"
     return None
 

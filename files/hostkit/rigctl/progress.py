@@ -20,7 +20,6 @@ PROC = Path("/proc")
 # cgroups(7): hierarchy:controllers:path; systemd puts a unit's processes into a group of the unit's name.
 IN_UNIT = re.compile(r"/kimi-[^/\n]*\.service$", re.MULTILINE)
 _TICKS = os.sysconf("SC_CLK_TCK")
-_GPU_STEP_MIB = 16
 
 
 def members(proc: Path = PROC) -> list[int]:
@@ -115,7 +114,7 @@ class Patience:
             then, before = self._last
             cpu, moved = activity.since(before)
             gpu = abs((activity.gpu_mib or 0) - (before.gpu_mib or 0))
-            if moved >= self._limits.io_mib * 2**20 or gpu >= _GPU_STEP_MIB:
+            if moved >= self._limits.io_mib * 2**20 or gpu >= self._limits.gpu_step_mib:
                 self._proof = self._life = now
             elif cpu >= self._limits.busy_share * (now - then):
                 self._life = now

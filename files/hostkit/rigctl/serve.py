@@ -237,7 +237,6 @@ class Supervisor:
             "accepted_at": int(time.time()),
             "accepted_monotonic": time.monotonic(),
             "noticed_at": round(noticed_at, 3),
-            "seconds": round(load + probes, 1),
             "load_seconds": round(load, 2),
             "probe_seconds": round(probes, 2),
             "prechecks": checked,

@@ -24,12 +24,16 @@ class Limits:
     busy_only_minutes: float
     busy_share: float
     io_mib: float
+    gpu_step_mib: float
     sample_seconds: float
     gpu_free_mib: int
     gpu_wait_seconds: float
     minimum_shm_mib: int
     minimum_disk_mib: int
     acceptance_seconds: float
+    settle_seconds: float
+    repeated_words: int
+    repeated_share: float
     watch_seconds: float
     watch_answer_seconds: float
     frozen_minutes: float

@@ -63,7 +63,8 @@ class Watch:
             return reason(error) if isinstance(error, requests.RequestException) else f"no chat completion: {error!r}"
         self.answered_seconds = self._clock() - begun
         message = choice["message"]
-        bad = degenerate(reasoning_of(message)) or degenerate(message.get("content") or "")
+        texts = (reasoning_of(message), message.get("content") or "")
+        bad = next(filter(None, (degenerate(text, self._limits) for text in texts)), None)
         if bad:
             return f"a degenerate answer: {bad}"
         self._alive = self._clock()
