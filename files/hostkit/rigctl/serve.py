@@ -84,7 +84,7 @@ class Supervisor:
         self._log = EngineLog(Phases(specification.engine), specification.harmless_log, key, file)
         self._patience = Patience(specification.limits)
         self._said = (0.0, "")
-        self._checkpoints: dict[str, str] = {}
+        self._facts: dict[str, Any] = {"digest": specification.digest}  # what started.json will say
         self._accepted = False
         self._frozen = False
 
@@ -95,13 +95,10 @@ class Supervisor:
             (self._specification.runtime / name).unlink(missing_ok=True)
         try:
             self._back_off(earlier)
-            checked = self._check()
-            begun = time.monotonic()
+            self._check()
             self._start()
             self._until_ready()
-            noticed = time.time(), time.monotonic()
-            proved = self._accept()
-            self._write_down(proved, checked, noticed[0], noticed[1] - begun, time.monotonic() - noticed[1])
+            self._accept()
             self._watch()
         except Stop:
             self._notify("STOPPING=1", "draining and stopping the engine")
@@ -138,13 +135,12 @@ class Supervisor:
             self._say(f"waiting {delay:.0f} s before restart {len(earlier)} of {limits.restarts}; {earlier[-1]}")
             self._pause(min(left, TICK_SECONDS))
 
-    def _check(self) -> dict[str, str]:
+    def _check(self) -> None:
         self._say("checking")
         checked = self._meanwhile(lambda: dict(prechecks.run_all(self._specification)), lambda: "checking")
-        self._checkpoints = identities(self._specification)
         for name, outcome in checked.items():
             print(f"pre-check {name}: {outcome}", flush=True)
-        return checked
+        self._facts |= {"prechecks": checked, "checkpoints": identities(self._specification)}
 
     def _start(self) -> None:
         environment = dict(os.environ)
@@ -196,6 +192,7 @@ class Supervisor:
         while not self._meanwhile(self._engine.ready, lambda: self._load_text(begun)):
             self._pause(POLL_SECONDS)
             self._say(self._load_text(begun))
+        self._facts |= {"noticed_at": round(time.time(), 3), "load_seconds": round(time.monotonic() - begun, 2)}
         self._ours()
 
     def _ours(self) -> None:
@@ -217,7 +214,8 @@ class Supervisor:
         quiet = f", silent for {silent:.0f} s but at work" if silent > 60 else ""
         return f"{self._log.phase} ({time.monotonic() - begun:.0f} s{quiet})"
 
-    def _accept(self) -> dict[str, Any]:
+    def _accept(self) -> None:
+        """Ask the engine to prove itself, write down what it proved, and only then tell systemd that it is ready."""
         begun = time.monotonic()
         try:
             proved = self._meanwhile(lambda: accept(self._engine), lambda: f"accepting: {self._load_text(begun)}")
@@ -225,31 +223,15 @@ class Supervisor:
             raise Failure(f"not accepted: {error}") from None
         self._ours()
         self._accepted = True
-        return proved
-
-    def _write_down(
-        self, proved: dict[str, Any], checked: dict[str, str], noticed_at: float, load: float, probes: float
-    ) -> None:
-        specification = self._specification
-        started = {
-            "digest": specification.digest,
-            "checkpoints": self._checkpoints,
-            "accepted_at": int(time.time()),
-            "accepted_monotonic": time.monotonic(),
-            "noticed_at": round(noticed_at, 3),
-            "load_seconds": round(load, 2),
-            "probe_seconds": round(probes, 2),
-            "prechecks": checked,
-            "proved": proved,
-        }
-        write_json(specification.runtime / "started.json", started)
+        specification, now = self._specification, time.monotonic()
+        self._facts |= {"accepted_at": int(time.time()), "accepted_monotonic": now, "proved": proved}
+        self._facts["probe_seconds"] = round(now - begun, 2)
+        write_json(specification.runtime / "started.json", self._facts)
         write_json(specification.state / "accepted.json", {"at": int(time.time()), "digest": specification.digest})
         (specification.runtime / "engine.yaml").unlink(missing_ok=True)
         counted = proved.get("speculation", {})
         drafts = f", {counted['accepted']}/{counted['drafted']} drafted tokens accepted" if "drafted" in counted else ""
-        line = f"accepted {load:.1f} s after the start, probes {probes:.1f} s{drafts}"
-        if opened := proved.get("routes", {}).get("open_without_key"):
-            print(f"open without the API key: {', '.join(opened)}", flush=True)
+        line = f"accepted {self._facts['load_seconds']:.1f} s after the start, probes {now - begun:.1f} s{drafts}"
         self._notify("READY=1", line)
         print(f"{specification.name}: {line}", flush=True)
 
