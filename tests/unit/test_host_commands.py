@@ -15,7 +15,7 @@ import pytest
 from rigctl import doctor, leftovers, status, switching
 from rigctl import specification as specifications
 from rigctl.cli import main
-from rigctl.ended import failures, record
+from rigctl.ended import boot_id, failures, record
 from rigctl.specification import Specification, named
 from tests.unit.serving import fields
 
@@ -57,6 +57,11 @@ class Host:
         (specifications.RUNTIME / name / "started.json").write_text(json.dumps(content))
         self.units[f"kimi-{name}.service"] = {"ActiveState": "active", "StatusText": "serving"}
 
+    def ended(self, name: str, ago: float = 0, jump: float = 0, boot: str | None = None, **more: Any) -> None:
+        """It ended so many seconds ago; jump: what the wall clock, which anyone may set, says beside."""
+        since_boot = [boot or boot_id(), time.monotonic() - ago]
+        self.write(name, "ended.json", at=time.time() - ago + jump, since_boot=since_boot, **more)
+
     def starts(self, name: str) -> None:
         """It has just been started."""
         self.units[f"kimi-{name}.service"]["InactiveExitTimestampMonotonic"] = str(int(time.monotonic() * 1e6))
@@ -75,33 +80,47 @@ def test_a_start_that_is_not_accepted_goes_back_to_what_it_displaced(host: Host)
     for name, accepted, stopped in (("old", 100, 0.5), ("older", 90, 0.7), ("long-gone", 200, 60)):
         host.add(name)
         host.write(name, "accepted.json", at=accepted)
-        host.write(name, "ended.json", at=time.time() - stopped)
+        host.ended(name, stopped)
     host.add("new")
     host.starts("new")
-    host.write("new", "ended.json", at=time.time(), cause="not accepted: x", accepted=False)
+    host.ended("new", cause="not accepted: x", accepted=False)
     assert fall_back("new") == 0
     assert host.started == [("start", "--no-block", "kimi-old.service")]
     shown = json.loads(switching.FALLBACK.read_text())
     assert (shown["failed"], shown["to"], shown["cause"]) == ("new", "old", "not accepted: x")
     # Once: when that one is not accepted either, nothing is started any more, and it is told.
     host.starts("old")
-    host.write("old", "ended.json", at=time.time(), cause="not accepted: y", accepted=False)
+    host.ended("old", cause="not accepted: y", accepted=False)
     host.write("new", "accepted.json", at=50)
     assert fall_back("old") == 0
     assert len(host.started) == 1
     assert "nothing serves" in json.loads(switching.FALLBACK.read_text())["outcome"]
 
 
+@pytest.mark.parametrize(
+    ("jump", "boot", "back"), [(-86400, None, True), (86400, None, True), (0, "the boot before", False)]
+)
+def test_a_clock_that_jumps_hides_nothing(host: Host, jump: float, boot: str | None, back: bool) -> None:
+    host.add("old")
+    host.write("old", "accepted.json", at=100)
+    host.ended("old", 1, jump=jump, boot=boot)
+    host.add("new")
+    host.starts("new")
+    host.ended("new", cause="not accepted: x", accepted=False)
+    assert fall_back("new") == 0
+    assert bool(host.started) is back
+
+
 def test_no_fallback_without_a_switch_or_after_a_crash_in_service(host: Host) -> None:
     for name in ("a", "b"):
         host.add(name)
         host.write(name, "accepted.json", at=100)
-    host.write("a", "ended.json", at=time.time() - 3600)
+    host.ended("a", 3600)
     host.starts("b")
-    host.write("b", "ended.json", at=time.time(), cause="x", accepted=False)
+    host.ended("b", cause="x", accepted=False)
     assert fall_back("b") == 0
-    host.write("a", "ended.json", at=time.time() - 1)
-    host.write("b", "ended.json", at=time.time(), cause="crash loop", accepted=True)
+    host.ended("a", 1)
+    host.ended("b", cause="crash loop", accepted=True)
     assert fall_back("b") == 0
     assert host.started == []
 
@@ -113,7 +132,7 @@ def test_the_end_of_a_run_is_written_down(host: Host, monkeypatch: pytest.Monkey
     monkeypatch.setenv("EXIT_CODE", "killed")
     monkeypatch.setenv("EXIT_STATUS", "KILL")
     assert record(spec) == 0
-    assert failures(spec) == ["the supervisor ended by itself (killed, KILL)"]
+    assert "the supervisor ended by itself (killed, KILL: by hand, or by the kernel for lack" in failures(spec)[0]
     assert not (spec.runtime / "started.json").exists()
     # A long healthy run forgets the crashes before it; a stop forgets all.
     host.runs("a", accepted_monotonic=time.monotonic() - 3 * 3600)
