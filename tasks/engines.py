@@ -7,7 +7,7 @@ from pyinfra.api import deploy
 from rig.catalog import ROOT
 from rig.engines import command_line
 from rig.hostplan import HostPlan
-from rig.operations.engines import accepted, environment
+from rig.operations.engines import accepted, environment, undrifted
 from rig.operations.files import File, present
 from rig.target import current_plan
 from rig.units import engine_environment
@@ -44,6 +44,7 @@ def engines(plan: HostPlan) -> None:
     for name, env in plan.environments.items():
         cache = f"{plan.data.ml_env}/.cache"
         environment(name=f"Build the environment of {name}", env=env, cache=cache, wheels=plan.data.wheels)
+        undrifted(name=f"Look for drift in {name}", env=env)
         accepted(
             name=f"Ask {name} for its features and command lines",
             env=env,

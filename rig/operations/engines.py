@@ -14,9 +14,10 @@ from rig import layout
 from rig.facts.state import Lines
 from rig.hostplan import Environment, canonical_digest
 from rig.operations import jobs
-from rig.operations.common import Commands, note, remember, script
+from rig.operations.common import Commands, note, refuse, remember, script
 
-STAMP = "kimi-rig.json"
+# Files of an environment (rigctl/environment.py): it is complete; what it was made from.
+STAMP, LOCK, SERIES = "kimi-rig.json", "kimi-rig.lock.txt", "kimi-rig.patches"
 
 
 @operation()
@@ -67,6 +68,28 @@ def switch(path: str) -> list[str]:
         f"ln -sfn {shlex.quote(path)} {link}.new",
         f"mv -fT {link}.new {link}",
     ]
+
+
+@operation()
+def undrifted(env: Environment) -> Commands:
+    """No file of the environment has changed since it was proved; nothing is repaired under a running engine."""
+    check = shlex.join([layout.RIGCTL, "drift", "check", "--env", env.path, "--lock", f"{env.path}/{LOCK}"])
+    series = f" --series {shlex.quote(f'{env.path}/{SERIES}')}" if env.release.patches else ""
+    # An environment that is yet to be built has no stamp.
+    built = f"[ ! -e {shlex.quote(f'{env.path}/{STAMP}')} ]"
+    findings = [
+        line.partition(": ")[2]
+        for line in host.get_fact(Lines, script=f"{built} || {check}{series}")
+        if line.startswith("drift: ")
+    ]
+    if findings:
+        more = f" and {len(findings) - 3} more" if len(findings) > 3 else ""
+        yield from refuse(
+            f"{env.path} has drifted: {'; '.join(findings[:3])}{more}. Undo it; or stop what runs from there, remove "
+            "the directory and deploy again"
+        )
+        return
+    host.noop(f"{env.name} is as it was installed")
 
 
 @operation()

@@ -30,9 +30,9 @@ class Point:
         return f"{self.how} at '{self.at}' + {self.seconds} s"
 
 
-def interrupt(box: DeployBox, point: Point) -> int:
-    """Begin a deploy and interrupt it there; its exit code. Fails when the point was not reached."""
-    command = [sys.executable, "-m", "rig.converge", "deploy", box.inventory]
+def interrupt(box: DeployBox, point: Point, *arguments: str) -> int:
+    """Begin a deploy (or `arguments`), interrupt it there; its exit code. Fails when the point was not reached."""
+    command = [sys.executable, "-m", *(arguments or ("rig.converge", "deploy", box.inventory))]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
