@@ -10,10 +10,12 @@ override export LIMIT := $(value LIMIT)
 override export FORMAT := $(value FORMAT)
 override export CONFIGS := $(value CONFIGS)
 override export TO := $(value TO)
+override export ENGINE := $(value ENGINE)
+override export VERSION := $(value VERSION)
 override export SWEEP := $(value SWEEP)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain reboot status uninstall bench tour check test test-drill test-engines test-bench test-staging lock format
+.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain reboot status uninstall bench tour check test test-drill test-engines test-bench test-staging release-add lock format
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,7 +92,7 @@ test: check ## everything CI runs: check, then the box from bare to a served ans
 test-drill: supported .venv/ready ## faults of units, adoption and interrupted deploys, on a box of its own (long)
 	@$(BIN)/python -m pytest -q --real tests/drill
 
-test-engines: .venv/ready ## the real CUDA wheels, patched and asked, without a GPU (50 GB, an hour)
+test-engines: .venv/ready ## the real CUDA wheels, patched and asked, without a GPU (25 GB, half an hour)
 	@$(BIN)/python -m pytest -q tests/engines
 
 test-bench: .venv/ready ## the report in a real Chromium (apt-get install chromium)
@@ -102,6 +104,9 @@ test-staging: .venv/ready ## staging of 64 shards, 4 GiB, with every fault (25 m
 
 format: .venv/ready ## format the code
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix .
+
+release-add: .venv/ready ## ENGINE=vllm VERSION=x: lock a release, ask it, compare it with the newest, write its block
+	@PATH="$(BIN):$$PATH" PYTHONPATH=files/hostkit $(BIN)/python -m rig.release_add "$$ENGINE" "$$VERSION"
 
 LOCK := $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
         --no-emit-find-links --custom-compile-command "make lock"

@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ class Recipe:
     packages: tuple[str, ...]
     until: datetime.date | None = None
     overrides: tuple[str, ...] = field(default=())
+    index: Mapping[str, Any] | None = None
+    """Where packages come from that the default index lacks: {"url", "packages"}."""
 
     @property
     def file_name(self) -> str:
@@ -51,10 +54,20 @@ class Recipe:
             command += ["--exclude-newer", f"{self.until.isoformat()}T00:00:00Z"]
         if self.overrides:
             command += ["--override", str(overrides)]
+        if self.index and not self.wheel_directories:
+            command += ["--extra-index-url", self.index["url"], "--index-strategy", "unsafe-best-match"]
         return command + ["--upgrade"] * upgrade
 
+    @property
+    def wheel_directories(self) -> str:
+        """The machine's own (UV_FIND_LINKS), where they hold what the index is named for; its bytes are the same."""
+        named = os.environ.get("UV_FIND_LINKS", "")
+        names = [path.name for word in re.split(r"[\s,]+", named) if word for path in Path(word).glob("*.whl")]
+        wanted = [package.replace("-", "_") for package in (self.index or {}).get("packages", ())]
+        return named if wanted and all(any(n.startswith(f"{w}-") for n in names) for w in wanted) else ""
 
-RELEASE_KEYS = {"packages", "until", "overrides", "python"}
+
+RELEASE_KEYS = {"packages", "until", "overrides", "python", "index"}
 
 
 def read_recipes(path: Path = LOCKS / "recipes.yaml") -> list[Recipe]:
@@ -74,6 +87,7 @@ def read_recipes(path: Path = LOCKS / "recipes.yaml") -> list[Recipe]:
                 packages=tuple(entry["packages"]),
                 until=entry.get("until"),
                 overrides=tuple(entry.get("overrides", ())),
+                index=entry.get("index"),
             )
             for python in entry.get("python", data["python"])
         ]
@@ -88,8 +102,10 @@ def write_lock(recipe: Recipe, folder: Path = LOCKS, upgrade: bool = False) -> P
         overrides.write_text("".join(f"{line}\n" for line in recipe.overrides))
         if target.exists():
             output.write_bytes(target.read_bytes())
-        # A machine's own wheel directories must not decide what is locked.
+        # A machine's own wheel directories must not decide what is locked, beyond what no index of theirs has.
         environment = {name: value for name, value in os.environ.items() if name != "UV_FIND_LINKS"}
+        if recipe.wheel_directories:
+            environment["UV_FIND_LINKS"] = recipe.wheel_directories
         done = subprocess.run(
             recipe.command(output, overrides, upgrade),
             input="".join(f"{package}\n" for package in recipe.packages),

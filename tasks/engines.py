@@ -10,7 +10,6 @@ from rig.hostplan import HostPlan
 from rig.operations.engines import accepted, environment, undrifted
 from rig.operations.files import File, present
 from rig.target import current_plan
-from rig.units import engine_environment
 
 
 def engine_inputs(plan: HostPlan) -> list[File]:
@@ -31,11 +30,18 @@ def command_lines(plan: HostPlan, release: str) -> list[list[str]]:
     return [command_line(entry, env.release, plan.locations(entry), drain) for entry in mine]
 
 
-def variables(plan: HostPlan, release: str) -> list[str]:
-    """Engine variables (VLLM_*, SGLANG_*) that the units of a release set."""
-    mine = [entry for entry in plan.serving.values() if entry.release == release]
-    names = {name for entry in mine for name in engine_environment(plan, entry)}
-    return sorted(name for name in names if name.startswith(("VLLM_", "SGLANG_")))
+def variables(plan: HostPlan, release: str) -> dict[str, list[str]]:
+    """Engine variables (VLLM_*, SGLANG_*) that the catalogues set: name -> its configurations of this release.
+
+    Not those that every unit gets, for whichever engine reads them.
+    """
+    found: dict[str, list[str]] = {}
+    for name, entry in plan.serving.items():
+        if entry.release == release:
+            for variable in {**plan.environments[release].release.environment, **entry.environment}:
+                if variable.startswith(("VLLM_", "SGLANG_", "SGL_")):
+                    found.setdefault(variable, []).append(name)
+    return dict(sorted(found.items()))
 
 
 @deploy("Engines")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
+from typing import Any
 
 from pyinfra import host
 from pyinfra.api import operation
 
 from rig import layout
-from rig.facts.state import Lines
+from rig.facts.state import JsonFile, Lines
 from rig.hostplan import Environment, canonical_digest
 from rig.operations import jobs
-from rig.operations.common import Commands, note, refuse, remember, script
+from rig.operations.common import Commands, note, notice, refuse, remember, script
 
 # Files of an environment (rigctl/environment.py): it is complete; what it was made from.
 STAMP, LOCK, SERIES = "kimi-rig.json", "kimi-rig.lock.txt", "kimi-rig.patches"
@@ -93,15 +94,18 @@ def undrifted(env: Environment) -> Commands:
 
 
 @operation()
-def accepted(env: Environment, argvs: Sequence[Sequence[str]], variables: Sequence[str]) -> Commands:
+def accepted(env: Environment, argvs: Sequence[Sequence[str]], variables: Mapping[str, Sequence[str]]) -> Commands:
     """The installed engine has the release's features, and its own parser takes every command line of ours.
 
     Asked once for an environment, its command lines and variables; a refusal fails the deploy with the engine's words
-    before a unit is written.
+    before a unit is written. variables: engine variable -> configurations that set it; one that no file of the engine
+    mentions is told at every deploy.
     """
-    digest = canonical_digest([env.path, env.release.features, argvs, list(variables)])[:16]
+    digest = canonical_digest([env.path, env.release.features, argvs, sorted(variables)])[:16]
     proof = f"{layout.PROOFS}/{env.name}-{digest}"
-    if host.get_fact(Lines, script=f"[ -e {proof} ] && echo proved"):
+    answer = host.get_fact(JsonFile, path=proof)
+    if isinstance(answer, dict):
+        _tell_unread(env, answer, variables)
         host.noop(f"{env.name} takes all {len(argvs)} command lines")
         return
     note(f"{env.name} is asked for {len(env.release.features)} features and {len(argvs)} command lines")
@@ -115,3 +119,10 @@ def accepted(env: Environment, argvs: Sequence[Sequence[str]], variables: Sequen
         f"rm -f {layout.PROOFS}/{env.name}-????????????????",
         f"mv -f {proof}.new {proof}",
     )
+    _tell_unread(env, host.get_fact(JsonFile, path=proof), variables)
+
+
+def _tell_unread(env: Environment, answer: Any, variables: Mapping[str, Sequence[str]]) -> None:
+    for name in answer.get("unread_variables", ()) if isinstance(answer, dict) else ():
+        where = ", ".join(variables.get(name, ()))
+        notice(f"{name} of {where} is read nowhere in {env.name}: mistyped, or of another version")

