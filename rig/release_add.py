@@ -58,9 +58,9 @@ class Facts:
         return cls(answer["options"], answer["metrics"])
 
     @classmethod
-    def read(cls, release: str, folder: Path = FACTS) -> Facts | None:
+    def read(cls, release: str, folder: Path | None = None) -> Facts | None:
         """The recorded facts of a release; None when there are none."""
-        path = folder / f"{release}.json"
+        path = (folder or FACTS) / f"{release}.json"
         return cls(**json.loads(path.read_text())) if path.exists() else None
 
     def text(self) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from rig import locks
+from rig.catalog import ROOT, load_catalog
+from rig.release_add import needs_of
 from rigctl.drift import read_lock
 
 RECIPES = locks.read_recipes()
@@ -26,10 +28,33 @@ def test_lock_and_recipe_agree(recipe: locks.Recipe) -> None:
     assert not re.search(r"://|^--|^-[a-z]", text, re.MULTILINE), "an index, a link or an option"
 
 
+@pytest.mark.parametrize("name", load_catalog().releases)
+def test_release_recipe_and_lock_agree(name: str) -> None:
+    """One version in the catalogue, in the recipe and in every lock; a lock for every Python that the release names."""
+    release = load_catalog().releases[name]
+    mine = {recipe.python: recipe for recipe in RECIPES if recipe.release == name}
+    assert set(release.python) == mine.keys()
+    for python, recipe in mine.items():
+        lock = ROOT / release.lock.format(python=python.replace(".", ""))
+        assert lock == locks.LOCKS / recipe.file_name
+        assert f"{release.package}=={release.version}" in recipe.packages
+        pinned = read_lock(lock.read_text())
+        assert pinned[release.package] == release.version
+        cuda = {package for package in pinned if package.startswith("nvidia-cuda-runtime")}
+        assert bool(cuda) == (release.accelerator == "cuda")
+        if release.minimum_cuda:
+            needed = needs_of(lock.read_text(), recipe.platform)
+            assert needed["minimum_cuda"].partition(".")[0] == release.minimum_cuda.partition(".")[0]
+        if release.index:
+            assert recipe.index == release.index.model_dump()
+
+
 def test_cuda_bindings_are_of_one_cuda() -> None:
     """cuda-python 12.6 beside cuda-bindings 13 overwrites its files: the engine then fails to import."""
     for recipe in RECIPES:
         pinned = read_lock((locks.LOCKS / recipe.file_name).read_text())
+        if "nvidia-nccl-cu13" not in pinned and "nvidia-nccl-cu12" not in pinned:
+            continue  # a CPU build
         majors = {pinned[name].partition(".")[0] for name in ("cuda-python", "cuda-bindings")}
         toolkit = "13" if "nvidia-nccl-cu13" in pinned else "12"
         assert majors == {toolkit}, recipe.file_name
