@@ -177,6 +177,20 @@ def test_pruning_removes_and_keeps_the_list_of_what_we_created_true(
     assert (host.base / "mine").exists()
 
 
+def test_wheels_that_no_environment_shares_go_from_the_cache(host: Host) -> None:
+    paths = [host.environment(digit) for digit in "abcd"]
+    cached = [host.base / ".cache/archive-v0" / name / "module.py" for name in ("old", "shared")]
+    for file in cached:
+        file.parent.mkdir(parents=True)
+        file.write_text("")
+    (paths[0] / "old.py").hardlink_to(cached[0])
+    (paths[0] / "shared.py").hardlink_to(cached[1])
+    (paths[3] / "shared.py").hardlink_to(cached[1])
+    prune.prune(host.base, host.states, [paths[3]], None)
+    assert not paths[0].exists() and (paths[3] / "shared.py").exists()
+    assert [file.exists() for file in cached] == [False, True]
+
+
 def test_a_deploy_records_its_state_once_and_takes_a_rollback_back(host: Host) -> None:
     state = host.state("2", host.environment("a"))
     assert apply(states.recorded, record=state)

@@ -1,7 +1,8 @@
 """`rigctl prune`: remove engine environments that no state of this host needs any more.
 
 Kept: the current environment of each release and the two that were current before it, what one of the last three states
-names, and always what a process, a job or a unit uses. Of the states themselves the last eight, if their environments
+names, and always what a process, a job or a unit uses. With them go the wheels in uv's cache that no environment shares
+any more. Of the states themselves the last eight, if their environments
 are there.
 """
 
@@ -22,6 +23,7 @@ PREVIOUS = 2
 STATES_THAT_HOLD = 3
 STATES_KEPT = 8
 PRESENT = "present.json"
+CACHE = ".cache"
 UNITS = Path("/etc/systemd/system")
 
 
@@ -81,6 +83,8 @@ def prune(base: Path, states: Path, current: Iterable[Path], created: Path | Non
     for path in found.unneeded:
         (path / STAMP).unlink(missing_ok=True)  # from here on it does not count as an environment
         shutil.rmtree(path)
+    if found.unneeded:
+        _sweep_cache(base / CACHE)
     if created is not None and created.exists():
         gone = {f"tree {path}" for path in found.unneeded}
         lines = created.read_text().splitlines(keepends=True)
@@ -91,6 +95,19 @@ def prune(base: Path, states: Path, current: Iterable[Path], created: Path | Non
     for path in found.states:
         path.unlink(missing_ok=True)
     return found
+
+
+def _sweep_cache(cache: Path) -> None:
+    """Remove unpacked wheels that no environment shares any more; uv fetches one again when it is asked for it.
+
+    Its own `uv cache prune` keeps every wheel that it could use again, 10 GB an engine.
+    """
+    building = ["systemctl", "list-units", "--no-legend", "--plain", "--state=active", "kimi-job-env-*"]
+    if subprocess.run(building, check=False, capture_output=True, text=True).stdout.strip():
+        return  # a wheel that is about to be linked looks the same
+    for wheel in cache.glob("archive-v*/*"):
+        if not any(path.stat().st_nlink > 1 for path in wheel.rglob("*") if path.is_file() and not path.is_symlink()):
+            shutil.rmtree(wheel)
 
 
 def _digest(name: str) -> bool:
