@@ -27,10 +27,10 @@ from rig.sandbox import Box
 from rig.settings import HostSettings
 from rig.supervision import Supervision
 from rig.units import unit_files
-from tests.sandbox.conftest import bare_box
+from tests.sandbox.conftest import bare_box, engine_port
 from tests.unit.serving import checkpoint, drafter
 
-__all__ = ["bare_box"]
+__all__ = ["bare_box", "engine_port"]
 
 PORT = int(os.environ.get("KIMI_RIG_DRILL_PORT", "18100"))
 HOME = "/opt/kimi-rig-drill"
@@ -212,6 +212,8 @@ def session_box(request: pytest.FixtureRequest) -> Iterator[DrillBox]:
     """The sandbox where this version of rigctl is deployed to it; else a box of the tests' own, deployed now."""
     drill = DrillBox()
     if drill.ssh(f"readlink {layout.HOSTKIT}/current", check=False).strip() != hostkit_path():
+        if request.config.getoption("--real"):
+            request.getfixturevalue("engine_port")
         deploy = request.getfixturevalue("bare_box").deploy()
         assert deploy.returncode == 0, deploy.stdout + deploy.stderr
         drill = DrillBox()

@@ -57,14 +57,18 @@ def bare_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployBox]:
     base = Path(os.environ.get("KIMI_RIG_TEST_BOX_DIR", ROOT / ".sandbox" / "tests"))
     os.environ["KIMI_RIG_SANDBOX_DIR"] = str(base)
     os.environ["KIMI_RIG_SANDBOX_PORT"] = os.environ.get("KIMI_RIG_TEST_BOX_PORT", "2322")
-    with socket.socket() as probe:
-        # The box shares this computer's network.
-        assert probe.connect_ex(("127.0.0.1", 18000)) != 0, "port 18000 is taken: stop the engine of your sandbox first"
     deploy_box = DeployBox()
     up = deploy_box.run("rig.sandbox", "up")
     assert up.returncode == 0, up.stdout + up.stderr
     yield deploy_box
     _remove(deploy_box)
+
+
+@pytest.fixture(scope="session")
+def engine_port() -> None:
+    """For tests that start the sandbox's engine: boxes share this computer's network."""
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", 18000)) != 0, "port 18000 is taken: stop the engine of your sandbox first"
 
 
 @pytest.fixture(scope="session")

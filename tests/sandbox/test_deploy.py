@@ -57,7 +57,7 @@ def pyinfra(box: DeployBox, *options: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def box(bare_box: DeployBox) -> DeployBox:
+def box(bare_box: DeployBox, engine_port: None) -> DeployBox:
     """The box after a deploy that was killed twice on its way."""
     for seconds in (6, 25):
         command = [sys.executable, "-m", "rig.converge", "deploy", "inventory/sandbox.py"]
