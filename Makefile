@@ -76,7 +76,7 @@ bench: .venv/ready ## INVENTORY=... CONFIGS="a b": measure configurations, then 
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/bench.txt
 	@$(BIN)/python -m rig.bench run "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${CONFIGS:+--configs="$$CONFIGS"} $${SWEEP:+--sweep="$$SWEEP"}
 
-tour: .venv/ready ## plan, a unit and the explanation of an 8-card host from recorded facts: no root, no box
+tour: .venv/ready ## plan, a unit, explanation and report of an 8-card host from recorded facts: no root, no box
 	@$(BIN)/python -m rig.tour
 
 check: .venv/ready ## lint, types and unit tests; under a minute

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rig.bench import ledger
+from rig.bench.report import markdown
 from rig.catalog import ROOT
 from rig.command_line import Parser
 from rig.connect import talk_text
@@ -45,6 +47,11 @@ def page_explain(plan: HostPlan) -> str:
     return explain_text("turin", plan.facts, plan.decision)
 
 
+def page_report(_plan: HostPlan) -> str:
+    """What `make bench` reports, from the reported and published figures alone: nothing was measured on these cards."""
+    return markdown(ledger.references(ledger.read(ledger.DIRECTORY)))
+
+
 def page_talk(_plan: HostPlan) -> str:
     """What a deploy says at its end, for a host by this name."""
     [host] = inventory_hosts(INVENTORY)
@@ -55,6 +62,7 @@ PAGES: dict[str, tuple[str, Callable[[HostPlan], str]]] = {
     "plan": ("make plan: what a deploy would do to a bare host with eight cards", page_plan),
     "unit": (f"one of its units: {UNITS}/{unit_name(CONFIGURATION)}", page_unit),
     "explain": ("make explain: what the host's hardware decides, and why", page_explain),
+    "report": ("make bench: its report, here with the figures that others reported", page_report),
     "talk": ("the last lines of a deploy: how to talk to it", page_talk),
 }
 
@@ -72,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in arguments.pages or PAGES:
             title, page = PAGES[name]
             print(f"== {title}\n\n{page(plan)}\n", flush=True)
-    except (CatalogError, RunFailed) as error:
+    except (CatalogError, RunFailed, ledger.LedgerError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return FAILED
     return 0

@@ -194,5 +194,6 @@ def test_the_tour_shows_plan_unit_reasons_and_how_to_talk(capsys: pytest.Capture
     assert "/shared/kimi-k2.5-int4: is staged from moonshotai/Kimi-K2.5" in text
     assert "ExecStart=/opt/kimi-rig/hostkit/current/bin/rigctl serve" in text
     assert "kernel_argument.iommu = off" in text
+    assert re.search(r"2,?370", text) and "sglang-eagle3-aq-medai" in text
     assert "ssh -N -L 8000:127.0.0.1:8000 turin.example.com &" in text
     assert [host["name"] for host in inventory_hosts(tour.INVENTORY)] == ["@fake/turin"]
