@@ -15,6 +15,7 @@ MODULES: tuple[str, ...] = (
     "drift",
     "ended",
     "environment",
+    "kernel",
     "leftovers",
     "patches",
     "probes",

@@ -26,6 +26,8 @@ from rigctl.cli import RigctlError
 from rigctl.installed import Distribution, distributions, normalised, site_packages
 
 STAMP = "rigctl-stamp.json"
+KERNEL_RECORD = "kimi-kernel.json"
+"""In an environment: the kernel wheel that was put over the lock's (rigctl kernel)."""
 KERNELS = {"sgl-kernel", "sglang-kernel"}
 FLASHINFER = ("flashinfer-python", "flashinfer-cubin", "flashinfer-jit-cache")
 # Written by installers and the interpreter, not by a wheel.
@@ -201,6 +203,18 @@ class Expected:
     lock: Path | None = None
     series: Path | None = None
     system_libraries: tuple[Path, ...] = ()
+    kernel: Mapping[str, str] | None = None
+    """Name and version of the kernel wheel put over the lock's; None: as the environment's own record says."""
+
+
+def _kernel(expected: Expected) -> Mapping[str, str]:
+    if expected.kernel is not None:
+        return expected.kernel
+    try:
+        record: dict[str, str] = json.loads((expected.site.parents[2] / KERNEL_RECORD).read_text())
+        return {record["package"]: record["version"]}
+    except (OSError, ValueError, KeyError):
+        return {}
 
 
 def inspect(expected: Expected, *, full: bool) -> list[Finding]:
@@ -209,7 +223,7 @@ def inspect(expected: Expected, *, full: bool) -> list[Finding]:
     pairs = [(each.name, each.version) for each in installed]
     findings: list[Finding] = []
     if expected.lock:
-        findings += compare_packages(pairs, read_lock(_text(expected.lock)))
+        findings += compare_packages(pairs, {**read_lock(_text(expected.lock)), **_kernel(expected)})
     findings += flashinfer_parts(dict(pairs))
     findings += nccl_libraries(expected.site, expected.system_libraries)
     patched, ours = _series(expected)

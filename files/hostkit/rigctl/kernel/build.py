@@ -1,0 +1,369 @@
+"""Building one wheel: a private copy of the source, CMake told what is wanted, ninja followed, the wheel proved.
+
+A build that was killed goes on where it ended: its directory is named by the digest of its inputs, ninja keeps what is
+whole, and ccache what any build has compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rigctl.cli import RigctlError, own_process
+from rigctl.kernel import cubins, memory, source, store, toolchain
+from rigctl.kernel.compile_job import STATE, State
+from rigctl.kernel.spec import Spec
+from rigctl.kernel.toolchain import Toolchain
+
+FORCE = Path(__file__).with_name("force.cmake")
+STEP = re.compile(r"^\[(\d+)/(\d+)\] (.*)")
+OBJECT = re.compile(r"Building \w+ object (\S+)|\s-c (\S+)")
+CCACHE_SIZE = "20G"
+# A job for each so many MiB of free memory, at most one a core; the launcher then sees to the large ones.
+JOB_MIB = 2048
+SHARE_OF_CORES = 4
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All that decides what a wheel is."""
+
+    values: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits."""
+        text = json.dumps(self.values, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def gather(spec: Spec, chain: Toolchain) -> Inputs:
+    """The inputs as they are now. Reads every file once, later only what changed."""
+    memos = spec.root / "memos" / spec.name
+    patches = sorted(spec.patches.glob("*.patch")) if spec.patches else []
+    return Inputs(
+        {
+            "name": spec.name,
+            "source": source.identity(spec, memos),
+            "subdirectory": spec.subdirectory,
+            "patches": [store.sha256(path) for path in patches],
+            "dependencies": {
+                name: source.tree_digest(_dependency(spec, name), memos / f"{name}.json")
+                for name in sorted(spec.dependencies)
+            },
+            "versions": dict(chain.versions),
+            "architectures": cubins.wanted(spec.architectures),
+            "defines": dict(spec.defines),
+            "variables": dict(spec.variables),
+            "drop_targets": list(spec.drop_targets),
+            "technique": store.sha256(FORCE),
+        }
+    )
+
+
+def _dependency(spec: Spec, name: str) -> Path:
+    path = spec.dependencies[name].path
+    if not path.is_dir():
+        raise RigctlError(
+            f"{path}: not there; it is dependency {name} of {spec.name}: put its source there, or leave the "
+            "dependency out of the release's kernel, and CMake fetches it"
+        )
+    return path
+
+
+@dataclass
+class Outcome:
+    """What one run of the build did. Memory in MiB, times in seconds."""
+
+    code: int = 0
+    killed: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    peak: int = 0
+    steps: int = 0
+    compiled: list[dict[str, Any]] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+
+
+class Build:
+    """One wheel's work directory and how it is filled."""
+
+    def __init__(self, spec: Spec, chain: Toolchain, inputs: Inputs) -> None:
+        self.spec, self.chain, self.inputs = spec, chain, inputs
+        self.work = spec.root / "work" / spec.name / inputs.digest
+        self.source, self.build, self.out = (self.work / name for name in ("source", "build", "out"))
+        self.log = self.work / "build.log"
+        self.state = State(self.work / "state")
+        self.peaks = spec.root / "memos" / spec.name / "peaks.json"
+
+    def run(self, jobs: int) -> store.Stored:
+        """Build, prove and store. Raises RigctlError; what was built so far stays for the next try."""
+        started = time.time()
+        self._room()
+        source.take(self.spec, self.source, str(self.inputs.values["source"]))
+        if self.spec.patches is not None:
+            source.apply_patches(self.spec.patches, self.source)
+        found = len(list(self.build.rglob("*.o"))) if self.build.exists() else 0
+        if found:
+            print(f"{self.spec.name}: going on with {found} objects of an earlier build", flush=True)
+        outcome, attempts = self._compile(jobs), 1
+        if outcome.code and outcome.killed:
+            fewer = max(1, jobs // 2)
+            print(f"{outcome.killed[0]} was killed for want of memory: once more, with {fewer} jobs", flush=True)
+            outcome, attempts, jobs = self._compile(fewer), 2, fewer
+        if outcome.code:
+            raise RigctlError(self._why(outcome))
+        wheel = self._wheel()
+        held = self.prove(wheel)
+        if source.changed_since(
+            self.spec, str(self.inputs.values["source"]), self.spec.root / "memos" / self.spec.name
+        ):
+            path = self.spec.source.path if self.spec.source else None
+            raise RigctlError(f"{path} was edited while it was built; nothing was installed, deploy again")
+        receipt = {
+            "name": self.spec.name,
+            "inputs": self.inputs.values,
+            "cubins": held,
+            "seconds": round(time.time() - started, 1),
+            "cpu_seconds": round(sum(each["cpu"] for each in outcome.compiled), 1),
+            "peak_mib": outcome.peak,
+            "largest": _largest(outcome.compiled),
+            "jobs": jobs,
+            "attempts": attempts,
+            "steps": outcome.steps,
+            "compiled": len(outcome.compiled),
+            "objects_before": found,
+            "host": socket.gethostname(),
+            "at": int(time.time()),
+        }
+        stored = store.put(self.spec, self.inputs.digest, wheel, receipt)
+        shutil.rmtree(self.work, ignore_errors=True)
+        return stored
+
+    def prove(self, wheel: Path) -> cubins.Cubins:
+        """What its libraries hold. Raises RigctlError unless all of it is for the wanted architectures."""
+        held = cubins.of_wheel(wheel, self.chain.cuobjdump)
+        wanted = self.inputs.values["architectures"]
+        if reasons := list(cubins.objections(held, wanted, self.spec.libraries, only=True)):
+            raise RigctlError(
+                f"{wheel.name} is not for {', '.join(wanted)} alone and is not installed: {'; '.join(reasons)}"
+            )
+        return held
+
+    def _room(self) -> None:
+        self.work.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.work).free // memory.MIB
+        if free < self.spec.minimum_disk:
+            raise RigctlError(f"{self.work}: {free} MiB free, a build takes {self.spec.minimum_disk}: make room")
+
+    def _wheel(self) -> Path:
+        wheels = list(self.out.glob("*.whl"))
+        if len(wheels) != 1:
+            raise RigctlError(f"{self.out}: {len(wheels)} wheels, expected one; see {self.log}")
+        return wheels[0]
+
+    def _command(self) -> list[str]:
+        architectures = ";".join(f"{each}-real" for each in self.inputs.values["architectures"])
+        launcher = shutil.which("ccache") or str(self._launcher())
+        defines = {
+            **self.spec.defines,
+            "CMAKE_PROJECT_INCLUDE": str(FORCE),
+            "KIMI_RIG_ARCHITECTURES": architectures,
+            "KIMI_RIG_DROP": ";".join(self.spec.drop_targets),
+            "CMAKE_CUDA_COMPILER_LAUNCHER": launcher,
+            "CMAKE_CXX_COMPILER_LAUNCHER": launcher,
+            "CMAKE_C_COMPILER_LAUNCHER": launcher,
+        }
+        for name, dependency in self.spec.dependencies.items():
+            path = _dependency(self.spec, name)
+            if dependency.private:
+                path = self.work / "dependencies" / name
+                if not path.exists():
+                    source.copy(dependency.path, path)
+            defines[f"FETCHCONTENT_SOURCE_DIR_{name.upper()}"] = str(path)
+        command = [str(self.chain.tools / "bin" / "python"), "-m", "build", "--wheel", "--no-isolation"]
+        command += ["--skip-dependency-check", f"--outdir={self.out}", f"--config-setting=build-dir={self.build}"]
+        command += [f"--config-setting=cmake.define.{name}={value}" for name, value in defines.items()]
+        return [*command, str(self.source / self.spec.subdirectory)]
+
+    def _launcher(self) -> Path:
+        """A program of one name, which ccache and CMake take; runs compile_job."""
+        path = self.state.root / "launch"
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(own_process("rigctl.kernel.compile_job"))} "$@"\n')
+        path.chmod(0o755)
+        return path
+
+    def _environment(self, jobs: int) -> dict[str, str]:
+        versions = json.dumps(self.inputs.values["versions"], sort_keys=True)
+        return toolchain.build_environment(
+            self.chain,
+            self.spec,
+            jobs,
+            {
+                STATE: str(self.state.root),
+                "TMPDIR": str(self.work / "tmp"),
+                "CCACHE_DIR": str(self.spec.root / "ccache"),
+                "CCACHE_MAXSIZE": CCACHE_SIZE,
+                "CCACHE_PREFIX": str(self._launcher()),
+                # Another work directory is no other input; the compilers are known by their versions.
+                "CCACHE_BASEDIR": str(self.work),
+                "CCACHE_NOHASHDIR": "1",
+                "CCACHE_COMPILERCHECK": f"string:{versions}",
+            },
+        )
+
+    def _compile(self, jobs: int) -> Outcome:
+        shutil.rmtree(self.out, ignore_errors=True)
+        shutil.rmtree(self.work / "tmp", ignore_errors=True)
+        (self.work / "tmp").mkdir()
+        shutil.rmtree(self.state.jobs, ignore_errors=True)
+        self.state.jobs.mkdir()
+        needs = {**self.spec.memory, **_merge_peaks(self._known_peaks(), self.spec.memory)}
+        (self.state.root / "needs.json").write_text(json.dumps(needs))
+        before = _lines(self.state.log)
+        killed_before = memory.killed()
+        print(
+            f"{self.spec.name}: building with {jobs} jobs, {memory.available()} MiB free; log: {self.log}", flush=True
+        )
+        outcome = self._follow(jobs)
+        outcome.compiled = _lines(self.state.log)[len(before) :]
+        outcome.failed = [each["source"] for each in outcome.compiled if each["code"]]
+        outcome.killed = [each["source"] for each in outcome.compiled if each["killed"]]
+        if outcome.code and not outcome.killed and memory.killed() > killed_before:
+            outcome.killed = outcome.failed or ["a process of the build"]
+        self._learn(outcome)
+        return outcome
+
+    def _follow(self, jobs: int) -> Outcome:
+        outcome = Outcome()
+        over = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(outcome, over), daemon=True)
+        with self.log.open("a") as log:
+            log.write(f"# {time.strftime('%F %T')} {shlex.join(self._command())}\n")
+            log.flush()
+            process = subprocess.Popen(
+                self._command(),
+                env=self._environment(jobs),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            watcher.start()
+            try:
+                self._read(process, log, outcome)
+                outcome.code = process.wait()
+            finally:
+                # ninja gives each compiler a group of its own; they end with ninja.
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGTERM)
+                over.set()
+                watcher.join()
+        return outcome
+
+    def _read(self, process: subprocess.Popen[str], log: Any, outcome: Outcome) -> None:
+        began: float | None = None
+        for line in process.stdout or []:
+            log.write(line)
+            log.flush()
+            found = STEP.match(line)
+            if not found:
+                outcome.said = [*outcome.said[-79:], line.rstrip()]
+                continue
+            done, total = int(found[1]), int(found[2])
+            began = began or time.monotonic()
+            outcome.steps = max(outcome.steps, total)
+            print(progress(done, total, time.monotonic() - began, found[3]), flush=True)
+
+    def _watch(self, outcome: Outcome, over: threading.Event) -> None:
+        while not over.wait(0.5):
+            outcome.peak = max(outcome.peak, sum(each.now for each in self.state.running()))
+
+    def _known_peaks(self) -> dict[str, int]:
+        try:
+            found: dict[str, int] = json.loads(self.peaks.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found
+
+    def _learn(self, outcome: Outcome) -> None:
+        """Keep what files took: the next build knows, and a file that was killed counts half as much again."""
+        peaks = self._known_peaks()
+        for each in outcome.compiled:
+            name = Path(each["source"]).name
+            took = each["peak"] * 3 // 2 if each["killed"] else each["peak"]
+            peaks[name] = max(took, peaks.get(name, 0)) if each["killed"] else max(each["peak"], 1)
+        self.peaks.parent.mkdir(parents=True, exist_ok=True)
+        self.peaks.write_text(json.dumps(peaks, sort_keys=True))
+
+    def _why(self, outcome: Outcome) -> str:
+        name, log = self.spec.name, self.log
+        if outcome.killed:
+            took = max((each["peak"] for each in outcome.compiled if each["killed"]), default=0)
+            return (
+                f"{name}: {_short(outcome.killed[0])} was killed for want of memory twice (it held {took} MiB, "
+                f"{memory.available()} MiB are free now): stop what takes the host's memory, or add swap; log: {log}"
+            )
+        tail = "\n".join(outcome.said[-25:])
+        if "No space left on device" in "\n".join(outcome.said):
+            return f"{name}: no space left on the disk of {self.work}: make room and deploy again, the build goes on"
+        if outcome.failed:
+            return f"{name}: {_short(outcome.failed[0])} does not compile; log: {log}\n{tail}"
+        return f"{name}: the build failed with exit code {outcome.code}; log: {log}\n{tail}"
+
+
+def jobs_for(spec: Spec, cores: int, free: int, *, serving: bool) -> int:
+    """How many compilers at once: by free memory (MiB) and cores; a quarter of the cores beside a serving engine."""
+    usable = max(1, cores // SHARE_OF_CORES) if serving else cores
+    return max(1, min(spec.jobs or usable, usable, free // JOB_MIB))
+
+
+def progress(done: int, total: int, seconds: float, step: str) -> str:
+    """One line for the journal: "[37/62] heavy.cu, about 12 min left". seconds: since the first step began. Pure."""
+    found = OBJECT.search(step)
+    what = Path(found[1] or found[2]).name.removesuffix(".o") if found else step[:60]
+    left = seconds / done * (total - done) if done else 0.0
+    if done == total or seconds < 5:
+        return f"[{done}/{total}] {what}"
+    time_left = f"{left / 60:.0f} min" if left >= 90 else f"{left:.0f} s"
+    return f"[{done}/{total}] {what}, about {time_left} left"
+
+
+def _merge_peaks(measured: Mapping[str, int], stated: Mapping[str, int]) -> dict[str, int]:
+    """What files were measured to take; where data states more, that."""
+    return {name: max(took, stated.get(name, 0)) for name, took in measured.items()}
+
+
+def _lines(log: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+    except FileNotFoundError:
+        return []
+
+
+def _largest(compiled: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """The five files that took the most memory: MiB and processor seconds."""
+    ordered = sorted(compiled, key=lambda each: -int(each["peak"]))[:5]
+    return {_short(str(each["source"])): {"mib": each["peak"], "cpu": each["cpu"]} for each in ordered}
+
+
+def _short(path: str) -> str:
+    return "/".join(Path(path).parts[-3:])
+
+
+def cores() -> int:
+    """Processors that we may use."""
+    return len(os.sched_getaffinity(0))

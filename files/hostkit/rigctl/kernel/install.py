@@ -1,0 +1,237 @@
+"""The wheel in the engine's environment: put there last, proved file by file, and taken out again in one step."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rigctl import drift
+from rigctl.cli import RigctlError
+from rigctl.installed import distributions, interpreter, normalised, site_packages
+from rigctl.kernel import toolchain
+from rigctl.kernel.spec import Spec
+
+RECORD = drift.KERNEL_RECORD
+PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class WheelFile:
+    """One file of a wheel: path below site-packages and SHA-256."""
+
+    path: str
+    sha256: str
+
+
+def wheel_name(wheel: Path) -> tuple[str, str]:
+    """Normalised name and version, from the file name (PEP 427)."""
+    name, version = wheel.name.split("-")[:2]
+    return normalised(name), version
+
+
+def wheel_files(wheel: Path) -> list[WheelFile]:
+    """What its RECORD lists."""
+    with zipfile.ZipFile(wheel) as archive:
+        record = next(name for name in archive.namelist() if name.endswith(".dist-info/RECORD"))
+        rows = list(csv.reader(archive.read(record).decode().splitlines()))
+    return [WheelFile(row[0], _hex(row[1])) for row in rows if len(row) > 1 and row[1]]
+
+
+def _hex(hashed: str) -> str:
+    raw = hashed.partition("=")[2]
+    return base64.urlsafe_b64decode(raw + "=" * (-len(raw) % 4)).hex()
+
+
+def differs(wheel: Path, site: Path) -> str | None:
+    """The first file that is not as in the wheel; None when all are. Reads every byte."""
+    for file in wheel_files(wheel):
+        path = site / file.path
+        if not path.is_file():
+            return f"{file.path} is missing"
+        with path.open("rb") as content:
+            if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
+                return f"{file.path} is another"
+    return None
+
+
+def record(spec: Spec) -> dict[str, Any]:
+    """What we last put in: {"digest", "package", "version"}; empty where we did not."""
+    try:
+        found: dict[str, Any] = json.loads((spec.environment / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def write_record(spec: Spec, **what: Any) -> None:
+    """Written last: what it says is there is whole."""
+    scratch = spec.environment / f"{RECORD}.new"
+    scratch.write_text(json.dumps(what, indent=2) + "\n")
+    scratch.replace(spec.environment / RECORD)
+
+
+def users(environment: Path, proc: Path = PROC) -> list[int]:
+    """Processes that have files of an environment mapped: they would get a mixture of two builds."""
+    mapped = f"{environment}/".encode()
+    found = []
+    for entry in proc.iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if mapped in (entry / "maps").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return sorted(found)
+
+
+def check_free(spec: Spec) -> None:
+    """Raises RigctlError while an engine runs from the environment."""
+    if pids := users(spec.environment):
+        raise RigctlError(
+            f"{spec.environment} is in use (process {', '.join(map(str, pids[:5]))}): stop the engine, then deploy "
+            f"again to install its {spec.package}"
+        )
+
+
+def check_version(spec: Spec, wheel: Path) -> None:
+    """Raises RigctlError for a wheel that the engine's own version check would refuse."""
+    name, version = wheel_name(wheel)
+    if name != normalised(spec.package):
+        raise RigctlError(f"{wheel.name} is {name}, not {spec.package}: correct the kernel's package or source")
+    locked = drift.read_lock(spec.lock.read_text()).get(name)
+    if locked is not None and _public(version) != _public(locked):
+        raise RigctlError(
+            f"{wheel.name} is version {version}, the release's lock has {locked}, which the engine checks for: "
+            "name the commit of that version"
+        )
+
+
+def _public(version: str) -> str:
+    return version.partition("+")[0]
+
+
+def try_import(spec: Spec, wheel: Path) -> None:
+    """Import the module from the wheel, with the engine's torch, before anything is installed. Raises RigctlError."""
+    with tempfile.TemporaryDirectory(dir=wheel.parent) as folder, zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+        libraries = sorted(Path(folder).rglob("*.so*"))
+        environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+        if not has_driver():
+            stub = Path(folder) / ".driver"
+            stub.mkdir()
+            functions = sorted({name for library in libraries for name in driver_functions(library)})
+            text = "".join(f"int {name}() {{ return 100; }}\n" for name in functions or ["cuInit"])
+            toolchain.compile_library(text, stub / "libcuda.so.1", "libcuda.so.1")
+            environment["LD_LIBRARY_PATH"] = str(stub)
+        done = subprocess.run(
+            [interpreter(spec.environment), "-c", f"import torch, {spec.module}"],
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise RigctlError(f"{wheel.name} cannot be imported and is not installed: {last}")
+
+
+def has_driver() -> bool:
+    """Whether the loader finds the driver's library."""
+    done = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=False)
+    return "libcuda.so.1 " in done.stdout or "libcuda.so.1" in os.environ.get("LD_PRELOAD", "")
+
+
+def driver_functions(library: Path) -> Iterator[str]:
+    """Functions of the driver (cu...) that a library needs from elsewhere."""
+    done = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=False)
+    yield from re.findall(r"\bU (cu[A-Z]\w*)", done.stdout)
+
+
+def install(spec: Spec, wheel: Path, digest: str) -> None:
+    """Put the wheel in, no other package touched; the record of it is written last. Raises RigctlError."""
+    check_version(spec, wheel)
+    check_free(spec)
+    try_import(spec, wheel)
+    (spec.environment / RECORD).unlink(missing_ok=True)
+    before = _others(spec)
+    _uv(spec, "install", "--no-deps", "--offline", "--no-index", f"--reinstall-package={spec.package}", str(wheel))
+    site = site_packages(spec.environment)
+    if (what := differs(wheel, site)) is not None:
+        raise RigctlError(f"{spec.environment}: {spec.package} is not as its wheel after the installation: {what}")
+    if (after := _others(spec)) != before:
+        raise RigctlError(f"{spec.environment}: other packages changed: {sorted(before ^ after)}")
+    _prove(spec, {normalised(spec.package): wheel_name(wheel)[1]})
+    write_record(spec, digest=digest, package=normalised(spec.package), version=wheel_name(wheel)[1], mode="source")
+    print(f"{wheel.name} is installed in {spec.environment}", flush=True)
+
+
+def restore(spec: Spec) -> None:
+    """The stock wheel of the release's lock, or nothing where the lock has none. Raises RigctlError."""
+    check_free(spec)
+    entry = lock_entry(spec.lock.read_text(), normalised(spec.package))
+    if entry is None:
+        if any(each.name == normalised(spec.package) for each in distributions(site_packages(spec.environment))):
+            _uv(spec, "uninstall", spec.package)
+    else:
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirement:
+            requirement.write(entry)
+            requirement.flush()
+            options = ["--no-deps", "--require-hashes", f"--reinstall-package={spec.package}"]
+            _uv(spec, "install", *options, "--requirements", requirement.name)
+    (spec.environment / RECORD).unlink(missing_ok=True)
+    _prove(spec, {})
+    print(f"{spec.environment}: {spec.package} is the lock's" if entry else f"{spec.package} is removed", flush=True)
+
+
+def lock_entry(lock: str, package: str) -> str | None:
+    """The lines of a lock file that pin one package, with its hashes. Pure."""
+    found = re.search(rf"^{re.escape(package)}==(?:.*\\\n)*.*$", lock, re.MULTILINE)
+    return f"{found[0]}\n" if found else None
+
+
+def _prove(spec: Spec, kernel: dict[str, str]) -> None:
+    """Bring the notes of `rigctl drift` up to date: every file is as some wheel or our series says."""
+    expected = drift.Expected(
+        site_packages(spec.environment), spec.environment / drift.STAMP, spec.lock, spec.series, kernel=kernel
+    )
+    if findings := [each for each in drift.record(expected) if each.severity == "drift"]:
+        named = "; ".join(f"{each.where}: {each.what}" for each in findings[:5])
+        raise RigctlError(f"{spec.environment}: {len(findings)} files or packages are not as they should be: {named}")
+
+
+def _others(spec: Spec) -> set[tuple[str, str]]:
+    site = site_packages(spec.environment)
+    return {(each.name, each.version) for each in distributions(site) if each.name != normalised(spec.package)}
+
+
+def _uv(spec: Spec, action: str, *arguments: str) -> None:
+    uv = Path(sys.executable).parent / "uv"
+    command = [
+        str(uv) if uv.exists() else "uv",
+        "pip",
+        action,
+        "--quiet",
+        "--python",
+        str(interpreter(spec.environment)),
+    ]
+    if action == "install":
+        command += ["--compile-bytecode", "--no-build", "--link-mode=hardlink"]
+    cache = {"UV_CACHE_DIR": str(spec.root.parent / ".cache"), "UV_NO_PROGRESS": "1", "UV_PYTHON_DOWNLOADS": "never"}
+    done = subprocess.run(
+        [*command, *arguments], env={**os.environ, **cache}, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise RigctlError(f"{spec.environment}: uv pip {action} {spec.package} failed: {done.stderr.strip()}")

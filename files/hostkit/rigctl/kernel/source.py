@@ -1,0 +1,199 @@
+"""Source trees: their digest, a private copy, a commit of a git repository. No file of the operator's is changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rigctl.cli import RigctlError
+from rigctl.kernel.spec import Source, Spec
+
+# What version control and tools leave in a tree; no compiler reads it.
+IGNORED = {".git", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+SHA = re.compile(r"[0-9a-f]{40}")
+
+
+def files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Files and links below `root`, in order, as (relative path, status)."""
+    pending = [""]
+    while pending:
+        prefix = pending.pop()
+        with os.scandir(root / prefix) as entries:
+            listed = sorted(entries, key=lambda each: each.name)
+        for entry in listed:
+            if entry.name in IGNORED:
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                pending.append(f"{prefix}{entry.name}/")
+            else:
+                yield prefix + entry.name, entry.stat(follow_symlinks=False)
+
+
+def tree_digest(root: Path, memo: Path | None = None) -> str:
+    """sha256 over names and content. memo: a file that spares the reading while no size, time or inode has changed.
+
+    Raises RigctlError for a directory that is not there.
+    """
+    if not root.is_dir():
+        raise RigctlError(f"{root}: no such directory")
+    stamp = hashlib.sha256()
+    listed = sorted(files(root), key=lambda each: each[0])
+    for path, status in listed:
+        stamp.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}\0".encode())
+    remembered = _read(memo)
+    if remembered.get("root") == str(root) and remembered.get("stamp") == stamp.hexdigest():
+        return str(remembered["digest"])
+    digest = hashlib.sha256()
+    for path, _ in listed:
+        digest.update(f"{path}\0{_content(root / path)}\0".encode())
+    if memo is not None:
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        scratch = memo.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps({"root": str(root), "stamp": stamp.hexdigest(), "digest": digest.hexdigest()}))
+        scratch.replace(memo)
+    return digest.hexdigest()
+
+
+def _content(path: Path) -> str:
+    if path.is_symlink():
+        return f"-> {path.readlink()}"
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _read(memo: Path | None) -> dict[str, str]:
+    try:
+        found: dict[str, str] = json.loads(memo.read_text()) if memo else {}
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def copy(origin: Path, target: Path) -> None:
+    """A copy with times, links and modes, made whole or not at all; blocks are shared where the file system can."""
+    scratch = target.with_name(f".{target.name}.half")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.parent.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        ["cp", "-a", "--reflink=auto", f"{origin}/.", str(scratch)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise RigctlError(f"{origin} could not be copied to {target}: {_last(done.stderr)}")
+    scratch.rename(target)
+
+
+def identity(spec: Spec, memos: Path) -> str:
+    """What names the source: the commit, or the tree's digest."""
+    source = _source(spec)
+    if source.kind == "git":
+        if not SHA.fullmatch(source.commit or ""):
+            raise RigctlError(f"{spec.name}: {source.commit!r} is no full commit (40 hexadecimal digits)")
+        return f"git:{source.commit}"
+    path = source.path or Path()
+    if not (path / spec.subdirectory / "pyproject.toml").is_file():
+        raise RigctlError(
+            f"{path / spec.subdirectory}: no pyproject.toml there: put the source of {spec.name} at {path}, or correct "
+            "the kernel's source and subdirectory"
+        )
+    return f"tree:{tree_digest(path, memos / 'source.json')}"
+
+
+def take(spec: Spec, target: Path, wanted: str) -> None:
+    """A private copy of the source at `target`. wanted: its `identity`. Raises RigctlError when it became another."""
+    if target.exists():
+        return
+    source = _source(spec)
+    if source.kind == "git":
+        _checkout(source, target)
+        return
+    copy(source.path or Path(), target)
+    if (found := f"tree:{tree_digest(target)}") != wanted:
+        shutil.rmtree(target)
+        raise RigctlError(
+            f"{source.path} was edited while it was copied ({found[:17]} is not {wanted[:17]}); deploy again"
+        )
+
+
+def changed_since(spec: Spec, identity_then: str, memos: Path) -> bool:
+    """Whether the operator's tree is another than the one that was built."""
+    return _source(spec).kind == "directory" and identity(spec, memos) != identity_then
+
+
+def _source(spec: Spec) -> Source:
+    if spec.source is None:
+        raise RigctlError(f"{spec.name}: no source")
+    return spec.source
+
+
+# git: a server gives a commit by its sha to a shallow fetch; a bundle or an old server gives whole references only.
+
+
+def _checkout(source: Source, target: Path) -> None:
+    scratch = target.with_name(f".{target.name}.half")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    _git(scratch, "init", "--quiet")
+    places = [place for place in (source.mirror, source.url) if place]
+    said = [_fetch(scratch, place, str(source.commit)) for place in places]
+    if None not in said:
+        shutil.rmtree(scratch)
+        reasons = "; ".join(f"{place}: {why}" for place, why in zip(places, said, strict=True))
+        raise RigctlError(
+            f"commit {source.commit} was not to be had ({reasons}): correct the kernel's commit or url, or name a "
+            "mirror or a bundle file on the host"
+        )
+    _git(scratch, "checkout", "--quiet", "--detach", str(source.commit))
+    if source.submodules:
+        local = ["-c", "protocol.file.allow=always"] if str(source.url).startswith("/") else []
+        _git(scratch, *local, "submodule", "--quiet", "update", "--init", "--recursive", "--depth", "1")
+    scratch.rename(target)
+
+
+def _fetch(repository: Path, place: str, commit: str) -> str | None:
+    """None when the commit is there; else why not."""
+    first = _try_git(repository, "fetch", "--quiet", "--depth", "1", place, commit)
+    if first.returncode != 0:
+        _try_git(repository, "fetch", "--quiet", "--tags", place, "+refs/*:refs/kimi-rig/*")
+    if _try_git(repository, "cat-file", "-e", f"{commit}^{{commit}}").returncode == 0:
+        return None
+    return _last(first.stderr) or "there is no such commit"
+
+
+def apply_patches(series: Path, root: Path) -> None:
+    """Apply a directory of patches to a private copy, once. Raises RigctlError with git's words."""
+    done = root / ".kimi-rig-patched"
+    if done.exists():
+        return
+    for patch in sorted(series.glob("*.patch")):
+        applied = _try_git(root, "apply", "--whitespace=nowarn", str(patch))
+        if applied.returncode != 0:
+            raise RigctlError(f"{patch.name} does not apply to the source: {_last(applied.stderr)}")
+    done.touch()
+
+
+def _git(repository: Path, *arguments: str) -> None:
+    done = _try_git(repository, *arguments)
+    if done.returncode != 0:
+        raise RigctlError(f"git {' '.join(arguments)}: {_last(done.stderr)}")
+
+
+def _try_git(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # No question is asked; the operator's own settings (proxies, certificates) hold. A work tree above ours does not.
+    environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "GIT_CEILING_DIRECTORIES": str(repository.parent)}
+    command: Sequence[str] = ["git", "-C", str(repository), *arguments]
+    try:
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise RigctlError("git is not installed on this host: install it and deploy again") from None
+
+
+def _last(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line]
+    return lines[-1] if lines else ""

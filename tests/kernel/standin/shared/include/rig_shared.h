@@ -1,0 +1,2 @@
+#pragma once
+constexpr int threads_per_block = 256;
