@@ -8,6 +8,7 @@ from tasks.host import host
 from tasks.hostkit import hostkit
 from tasks.neighbours import neighbours
 from tasks.receipt import receipt
+from tasks.sgl_kernel import sgl_kernel
 from tasks.units import units
 
 plan = current_plan()
@@ -18,5 +19,6 @@ host(plan=plan)  # preflight, driver, kernel arguments, module options, sysctls,
 hostkit(plan=plan)  # rigctl, in an environment of its own
 engines(plan=plan)  # one locked environment an engine release
 checkpoints(plan=plan)  # model and drafters
+sgl_kernel(plan=plan)  # kernel libraries for this host's GPUs, proved, last into their environments
 units(plan=plan)  # one systemd service a serving configuration
 receipt(plan=plan)  # what is installed, and from what

@@ -279,6 +279,85 @@ class Index(Entry):
     packages: list[Text]
 
 
+class GitSource(Entry):
+    """A commit of a git repository. mirror: an address, or a bundle file on the host, that is asked before `url`."""
+
+    kind: Literal["git"]
+    url: Text
+    commit: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
+    mirror: Text | None = None
+    submodules: bool = False
+
+
+class SourceDirectory(Entry):
+    """A source tree that is already on the host; it is never changed."""
+
+    kind: Literal["directory"]
+    path: HostPath
+
+
+class Toolchain(Entry):
+    """What kernels are compiled with, also by engines that compile while they serve."""
+
+    lock: Annotated[str, StringConstraints(pattern=r"^files/locks/[\w.-]+(\{python\})?[\w.-]*\.txt$")]
+    """Lock file of the tools; {python} stands for 311 or 312. May hold the CUDA toolkit too."""
+    cuda_home: HostPath | None = None
+    """A toolkit that is on the host; unset: the one in the lock."""
+    packages: list[Package] = []
+    """Packages of NVIDIA's repository (host data driver_keyring) that bring it."""
+
+
+class KernelDependency(Entry):
+    """A directory on the host for a dependency that CMake would fetch (FETCHCONTENT_SOURCE_DIR_<NAME>)."""
+
+    path: HostPath
+    private: bool = False
+    """Configuration writes into it: each build gets a copy."""
+
+
+class Kernel(Entry):
+    """The CUDA kernel library of a release: that of its lock, proved, or one built for the host's GPUs."""
+
+    mode: Literal["wheel", "source"]
+    package: Text
+    """Name of the distribution."""
+    module: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
+    """Module that is imported for a test before the wheel is installed."""
+    libraries: Annotated[list[Text], Field(min_length=1)]
+    """Patterns below site-packages: libraries that must hold code for every wanted architecture."""
+    toolchain: Toolchain
+    source: Annotated[GitSource | SourceDirectory, Field(discriminator="kind")] | None = None
+    subdirectory: Annotated[str, StringConstraints(pattern=r"^(\.|\w[\w.-]*(/\w[\w.-]*)*)$")] = "."
+    """Where its pyproject.toml is in the source."""
+    patches: Annotated[str, StringConstraints(pattern=r"^files/patches(/\w[\w.-]*)+$")] | None = None
+    architectures: list[Annotated[str, StringConstraints(pattern=r"^\d{1,2}\.\d$")]] = []
+    """Compute capabilities; none: those of the host's GPUs."""
+    minimum_cuda: Dotted = "12.8"
+    """Of the toolkit: the first that knows the wanted architectures."""
+    defines: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w-]*$")], str] = {}
+    """CMake variables."""
+    environment: dict[Variable, str] = {}
+    """Variables of the build."""
+    drop_targets: list[Text] = []
+    """CMake targets that are neither built nor installed."""
+    dependencies: dict[Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")], KernelDependency] = {}
+    memory_mib: dict[Text, Annotated[int, Field(ge=1)]] = {}
+    """Memory that compiling a file takes, by file name; "default" for the others. Measured ones count when larger."""
+    jobs: Annotated[int, Field(ge=1)] | None = None
+    """Most compilers at once; unset: by memory and cores."""
+    memory_limit: Annotated[str, StringConstraints(pattern=r"^(\d{1,2}%|\d+[MG])$")] = "85%"
+    """Of the build as a whole (systemd's MemoryMax=)."""
+    while_serving: Literal["refuse", "share"] = "refuse"
+    """Build beside a serving engine: not at all, or with a quarter of the cores."""
+    minimum_disk_mib: Annotated[int, Field(ge=1)] = 8192
+
+    @model_validator(mode="after")
+    def _source_is_named(self) -> Self:
+        if self.mode == "source" and self.source is None:
+            raise ValueError("mode source needs a source")
+        return self
+
+
 class Release(Entry):
     """One engine release: what is installed, how it is started, what is known of it."""
 
@@ -296,6 +375,8 @@ class Release(Entry):
     features: list[Text] = []
     """Features its configurations need, asked of the installed code (rigctl probe)."""
     index: Index | None = None
+    kernel: Kernel | None = None
+    """Its kernel library, where that is a package of its own (docs/kernel.md)."""
     minimum_driver: Dotted | None = None
     minimum_cuda: Dotted | None = None
     minimum_glibc: Dotted | None = None
@@ -448,7 +529,7 @@ def _parse(document: Document, model: type[E_], section: str, findings: list[Fin
             entries[name] = model.model_validate(value)
         except ValidationError as error:
             for problem in error.errors(include_url=False):
-                path = tuple(part for part in problem["loc"] if part not in ("hub", "directory", "generator"))
+                path = tuple(part for part in problem["loc"] if part not in ("hub", "directory", "generator", "git"))
                 message = problem["msg"].removeprefix("Value error, ")
                 if problem["type"] == "extra_forbidden":
                     message = f"there is no such key{nearest(str(path[-1]), _keys())}"

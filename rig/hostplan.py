@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pyinfra.api.arguments import all_global_arguments
 from pyinfra.api.connectors import get_all_connectors
 
@@ -79,6 +79,7 @@ class HostData(BaseModel):
     driver_upgrade: bool = False
     cuda_home: HostPath | None = None
     probes: list[str] = []
+    kernel_store: Annotated[str, Field(pattern=r"^([\w.@-]+:)?/[\w./-]+$")] | None = None
     accept_known_bad: list[str] = []
     roll_forward: Literal["no", "yes"] = "no"
 
@@ -131,7 +132,8 @@ class HostPlan:
         engines = (name for env in self.environments.values() for name in env.release.system_packages)
         # setpci, for the bridges above the cards.
         host = {"pciutils"} if ACS_UNIT in self.settings.boot_units else set()
-        return sorted({*self.data.base_packages, *engines, *host})
+        kernels = {name for env in self.environments.values() for name in kernel_packages(env.release)}
+        return sorted({*self.data.base_packages, *engines, *host, *kernels})
 
     def locations(self, configuration: Configuration) -> Locations:
         """The paths a configuration's command line names."""
@@ -309,6 +311,14 @@ def _inputs(lock: str, patches: str | None) -> Iterator[Path]:
 
 def _checkpoint_path(checkpoint: Checkpoint, host: HostData) -> str:
     return checkpoint.path.format(models=host.models, drafters=host.drafters)
+
+
+def kernel_packages(release: Release) -> list[str]:
+    """Packages that building a release's kernel needs, or compiling one while it serves."""
+    if release.kernel is None:
+        return []
+    build = ["binutils", "ccache", "git", "python3-dev"] if release.kernel.mode == "source" else []
+    return ["g++", *build]
 
 
 def canonical_digest(value: Any) -> str:

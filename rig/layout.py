@@ -12,6 +12,8 @@ CONFIGURATIONS = f"{ETC}/configurations"
 CREDENTIALS = f"{ETC}/credentials"
 LOCKS = f"{ETC}/locks"
 PATCHES = f"{ETC}/patches"
+KERNELS = f"{ETC}/kernels"
+"""Specifications of kernel wheels, one a release (rigctl kernel)."""
 
 STATE = "/var/lib/kimi-rig"
 RECEIPT = f"{STATE}/receipt.json"

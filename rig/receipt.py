@@ -7,6 +7,7 @@ from typing import Any
 
 from rig import layout
 from rig.hostplan import HostPlan
+from rig.kernels import specification_digest
 from rig.units import run_specification
 
 FORMAT = 1
@@ -21,6 +22,9 @@ def receipt_items(plan: HostPlan, hostkit: str) -> dict[str, dict[str, Any]]:
     }
     for name, env in plan.environments.items():
         items[f"environment/{name}"] = {"path": env.path, "lock": env.lock, "python": env.python}
+        if env.release.kernel is not None:
+            kernel = env.release.kernel
+            items[f"kernel/{name}"] = {"package": kernel.package, "specification": specification_digest(plan, name)}
     for name, checkpoint in plan.checkpoints.items():
         items[f"checkpoint/{name}"] = {
             "path": plan.checkpoint_paths[name],

@@ -18,6 +18,7 @@ OURS_WHOLE = (
     layout.CREDENTIALS,
     layout.LOCKS,
     layout.PATCHES,
+    layout.KERNELS,
     layout.CACHE,
     layout.STATES,
     layout.LOGS,

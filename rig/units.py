@@ -14,6 +14,7 @@ from rig import layout
 from rig.catalog import ROOT, Configuration
 from rig.engines import command_line, served_model_name
 from rig.hostplan import HostPlan, canonical_digest
+from rig.kernels import toolkit
 from rig.settings import HostSettings
 
 _JINJA = Jinja(
@@ -126,7 +127,8 @@ def _checkpoints_of(configuration: Configuration) -> list[str]:
 def engine_environment(plan: HostPlan, configuration: Configuration) -> dict[str, str]:
     """Variables of the engine process; the entry wins over the release, the release over the host's settings."""
     release = plan.environments[configuration.release].release
-    home = plan.environments[configuration.release].cuda_home
+    home = plan.data.cuda_home or toolkit(plan, configuration.release)
+    home = home or plan.environments[configuration.release].cuda_home
     cuda = {"CUDA_HOME": home} if home else {}
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, configuration.gpus))} if configuration.gpus else {}
     return {

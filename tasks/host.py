@@ -38,7 +38,7 @@ def findings(plan: HostPlan) -> list[Finding]:
         without_nvcc=tuple(
             name
             for name, env in plan.environments.items()
-            if env.release.accelerator == "cuda" and not env.carries_nvcc and env.cuda_home is None
+            if env.release.accelerator == "cuda" and not env.carries_nvcc and not (env.cuda_home or env.release.kernel)
         ),
         own_ports=frozenset(plan.serving[name].listen.port for name in running),
         may_reboot=plan.data.reboot == "yes",

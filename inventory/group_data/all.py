@@ -25,6 +25,10 @@ accept_known_bad: list[str] = []
 # "yes" lets a deploy bring back the state that `make rollback` left.
 roll_forward = "no"
 
+# Where kernel wheels are looked for before they are built, and put once they are: a directory that hosts share, or
+# HOST:DIRECTORY, reached by rsync over SSH. None: each host builds its own.
+kernel_store = None
+
 # --- Serving ---------------------------------------------------------------------------------------------------------
 
 # System user the engines run as: no shell, no home.

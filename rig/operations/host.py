@@ -43,6 +43,19 @@ def checked(findings: Sequence[Finding]) -> Commands:
     host.noop(f"{len(findings)} findings, none of them an error" if findings else "nothing found")
 
 
+def repository_added(keyring: Sequence[str]) -> list[str]:
+    """Script lines that add NVIDIA's package repository. keyring: URL and sha256 of the package that brings it."""
+    url, digest = keyring
+    return [
+        't=$(mktemp); trap "rm -f $t" EXIT',
+        f'curl -fsSL --retry 3 --max-time 300 -o "$t" {shlex.quote(url)}',
+        f'echo {shlex.quote(digest)} "$t" | sha256sum -c --quiet',
+        f"dpkg -s cuda-keyring >/dev/null 2>&1 || {{ {remember('package', 'cuda-keyring')}; }}",
+        'dpkg -i "$t" >/dev/null',
+        f"{APT} update >/dev/null",
+    ]
+
+
 @operation()
 def driver(step: DriverStep, packages: Sequence[str], keyring: Sequence[str]) -> Commands:
     """The driver's packages from NVIDIA's repository, held at their version.
@@ -59,16 +72,10 @@ def driver(step: DriverStep, packages: Sequence[str], keyring: Sequence[str]) ->
         yield from refuse(f"{step.reason}, and host data driver_keyring and driver_packages name none for this system")
         return
     note(f"{step.reason}: install {', '.join(packages)}")
-    url, digest = keyring
     names = " ".join(packages)
     yield script(
         "dpkg --configure -a >/dev/null",
-        't=$(mktemp); trap "rm -f $t" EXIT',
-        f'curl -fsSL --retry 3 --max-time 300 -o "$t" {shlex.quote(url)}',
-        f'echo {shlex.quote(digest)} "$t" | sha256sum -c --quiet',
-        f"dpkg -s cuda-keyring >/dev/null 2>&1 || {{ {remember('package', 'cuda-keyring')}; }}",
-        'dpkg -i "$t" >/dev/null',
-        f"{APT} update >/dev/null",
+        *repository_added(keyring),
         f"apt-mark unhold {names} >/dev/null 2>&1 || true",
         # Not those that the operator has: they are upgraded, and stay at an uninstall.
         remember_packages(packages, '"linux-headers-$(uname -r)"'),

@@ -317,12 +317,12 @@ class Build:
                 f"{name}: {_short(outcome.killed[0])} was killed for want of memory twice (it held {took} MiB, "
                 f"{memory.available()} MiB are free now): stop what takes the host's memory, or add swap; log: {log}"
             )
-        tail = "\n".join(outcome.said[-25:])
+        print("\n".join(outcome.said[-25:]), flush=True)
         if "No space left on device" in "\n".join(outcome.said):
             return f"{name}: no space left on the disk of {self.work}: make room and deploy again, the build goes on"
         if outcome.failed:
-            return f"{name}: {_short(outcome.failed[0])} does not compile; log: {log}\n{tail}"
-        return f"{name}: the build failed with exit code {outcome.code}; log: {log}\n{tail}"
+            return f"{name}: {_short(outcome.failed[0])} does not compile (above); log: {log}"
+        return f"{name}: the build failed with exit code {outcome.code} (above); log: {log}"
 
 
 def jobs_for(spec: Spec, cores: int, free: int, *, serving: bool) -> int:

@@ -50,10 +50,10 @@ def examine(spec: Spec) -> dict[str, Any]:
     there = {each.name: each.version for each in distributions(site)}.get(normalised(spec.package))
     known = install.record(spec)
     answer: dict[str, Any] = {"package": spec.package, "version": there, "mode": spec.mode}
-    if spec.mode == "wheel":
-        return answer | _examine_stock(spec, known)
     if not toolchain.ready(spec):
         return answer | {"state": "missing", "why": "there is no toolchain yet"}
+    if spec.mode == "wheel":
+        return answer | _examine_stock(spec, known)
     chain = toolchain.examine(spec)
     digest = build.gather(spec, chain).digest
     answer["digest"] = digest

@@ -79,6 +79,8 @@ class Spec:
     shared: str | None = None
     """A directory, or HOST:DIRECTORY for rsync, from which wheels are fetched and to which they are put."""
     minimum_disk: int = 4096
+    wheels: Path | None = None
+    """Directory that has every wheel of the toolchain's lock; no index is asked then."""
 
 
 def parse(text: str, where: str) -> Spec:
@@ -89,7 +91,7 @@ def parse(text: str, where: str) -> Spec:
         if unknown:
             raise ValueError(f"unknown key {', '.join(sorted(unknown))}")
         data |= {key: Path(data[key]) for key in ("environment", "lock", "root")}
-        data |= {key: Path(data[key]) for key in ("series", "patches") if data.get(key)}
+        data |= {key: Path(data[key]) for key in ("series", "patches", "wheels") if data.get(key)}
         data |= {key: tuple(data[key]) for key in ("libraries", "architectures", "drop_targets") if key in data}
         toolchain = data["toolchain"]
         home = toolchain.get("cuda_home")

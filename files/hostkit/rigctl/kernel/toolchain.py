@@ -57,8 +57,13 @@ def provide(spec: Spec) -> None:
             series=None,
             cache=spec.root.parent / ".cache",
             index=None,
+            wheels=spec.wheels,
         )
     )
+    for each in chain.path.glob("cuda-*"):
+        release, _, digest = each.name.removeprefix("cuda-").rpartition("-")
+        if not (spec.environment.parent.parent / release / digest).exists():
+            shutil.rmtree(each)  # of an environment that is gone
     root = cuda_root(spec)
     if not (root / "complete").exists():
         _merge(root, list(_origins(spec)))

@@ -1,0 +1,37 @@
+"""Kernel libraries: those of the host's releases, for its GPUs, proved and put last into their environments."""
+
+from pyinfra.api import deploy
+
+from rig.hostplan import HostPlan
+from rig.kernels import kernel_files, kernels, root, specification_digest, toolchains
+from rig.operations.files import File, present
+from rig.operations.kernels import kernel, toolkit
+from rig.target import current_plan
+
+
+@deploy("Kernel libraries")
+def sgl_kernel(plan: HostPlan) -> None:
+    mine = kernels(plan)
+    if not mine:
+        return
+    files = [File(path, content) for path, content in kernel_files(plan).items()]
+    present(name="Describe kernel libraries", entries=files)
+    packages = sorted({package for _, each in mine.values() for package in each.toolchain.packages})
+    if packages:
+        toolkit(
+            name="Install CUDA toolkits",
+            packages=packages,
+            keyring=plan.data.driver_keyring.get(plan.distribution, []),
+        )
+    for name, (_, wanted) in mine.items():
+        kernel(
+            name=f"Build or prove {wanted.package} of {name}",
+            release=name,
+            wanted=wanted,
+            digest=specification_digest(plan, name),
+            trees=[root(plan), toolchains(plan)],
+        )
+
+
+if __name__ == "builtins":
+    sgl_kernel(plan=current_plan())
