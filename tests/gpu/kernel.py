@@ -26,6 +26,20 @@ TORCH |= {"mpmath", "fsspec", "setuptools", "cuda-bindings", "cuda-pathfinder", 
 DROPPED = {"9.0": "common_ops_sm100_build"}
 """Target that is of no use on a card, by capability; the loader takes sm90/ for 9.0 and sm100/ else."""
 
+# `rigctl kernel` alone: other subcommands need packages that are not here.
+COMMAND = """
+import argparse, sys
+from rigctl import kernel
+from rigctl.cli import RigctlError
+parser = argparse.ArgumentParser()
+kernel.register(parser.add_subparsers())
+arguments = parser.parse_args()
+try:
+    sys.exit(arguments.run(arguments))
+except RigctlError as error:
+    sys.exit(f"rigctl kernel: {error}")
+"""
+
 CHECK = """
 import json, sys, time, torch, rig_kernel
 torch.manual_seed(0)
@@ -61,7 +75,7 @@ def run(command: list[str], **environment: str) -> str:
 def hostkit(work: Path, wheels: Path, version: str) -> Path:
     """An environment for rigctl, with uv and nothing else."""
     python = f"/usr/bin/python{version}"
-    run([python, "-m", "venv", "--without-pip", str(work / "hostkit")])
+    run([python, "-m", "venv", "--clear", "--without-pip", str(work / "hostkit")])
     [uv] = wheels.glob("uv-*.whl")
     site = next((work / "hostkit" / "lib").glob("python3.*/site-packages"))
     run([python, "-m", "zipfile", "-e", str(uv), str(site)])
@@ -74,7 +88,7 @@ def hostkit(work: Path, wheels: Path, version: str) -> Path:
 def engine(work: Path, version: str, uv: Path) -> tuple[Path, Path]:
     """An environment with this Python's own torch, file by file by hard link or copy, and its lock."""
     environment = work / "env" / "torch" / "0123456789ab"
-    run([str(uv), "venv", "-q", "--python", f"/usr/bin/python{version}", str(environment)], UV_OFFLINE="1")
+    run([str(uv), "venv", "-q", "--clear", "--python", f"/usr/bin/python{version}", str(environment)], UV_OFFLINE="1")
     site = next((environment / "lib").glob("python3.*/site-packages"))
     pins = []
     for each in metadata.distributions():
@@ -144,7 +158,7 @@ def main() -> int:
     }
     file = work / "rig-kernel.json"
     file.write_text(json.dumps(specification))
-    rigctl = [str(python), "-m", "rigctl", "kernel"]
+    rigctl = [str(python), "-c", COMMAND, "kernel"]
     path = {"PYTHONPATH": str(HOSTKIT), "PYTHONDONTWRITEBYTECODE": "1"}
     print(run([*rigctl, "ensure", str(file)], **path), flush=True)
     (out / "kernel-receipt.json").write_text(run([*rigctl, "receipt", str(file)], **path))

@@ -12,13 +12,14 @@ from rig import layout
 from rig.catalog import ROOT, GeneratorSource
 from rig.checkpoint_specs import checkpoint_files
 from rig.hostfiles import POWER_UNIT
+from rig.kernels import kernel_files, kernels
 from rig.operations.files import Directory, File, Link
 from rig.operations.hostkit import SOURCE, hostkit_path
 from rig.receipt import receipt_items
 from rig.settings import ACS_UNIT
 from rig.states import of_state, rollback_text, rolled_back
 from rig.units import conflicts
-from rigctl.drift import read_lock
+from rigctl.drift import KERNEL_RECORD, read_lock
 from rigctl.environment import LOCK, SERIES
 from rigctl.installed import normalised
 from rigctl.tiny_kimi.checkpoints import checkpoint_files as generated
@@ -80,6 +81,9 @@ def test_environment_holds_what_its_lock_says(target: Target, environment: str) 
     locked = read_lock(run(target.host, f"cat {path}/{LOCK}"))
     if not rolled_back(target.present):
         assert locked == read_lock((ROOT / target.plan.environments[environment].lock).read_text())
+    # A kernel library of ours is over the lock's, or beside it (test_kernel_libraries).
+    kernel = json.loads(run(target.host, f"cat {path}/{KERNEL_RECORD} 2>/dev/null || echo {{}}"))
+    locked |= {kernel["package"]: kernel["version"]} if kernel else {}
     wrong = [
         f"{name} {found.get(name, 'missing')} (lock: {version})"
         for name, version in locked.items()
@@ -106,6 +110,18 @@ def test_engine_variables_are_read(target: Target, environment: str, warnings: l
     proof = json_of(target.host, f"{layout.PROOFS}/{environment}-????????????????")
     for variable in proof["unread_variables"]:
         warnings.append(f"{target.name}: {variable} is read nowhere in {environment}: mistyped, or of another version")
+
+
+def test_kernel_libraries(target: Target) -> None:
+    """What is installed is what the store holds for these inputs, file by file; its code is for this host's GPUs."""
+    if rolled_back(target.present):
+        return
+    files = [File(path, content) for path, content in kernel_files(target.plan).items()]
+    assert not differences(target, files)
+    for name, (_, kernel) in kernels(target.plan).items():
+        state = json.loads(target.host.run(f"rigctl kernel status {name} --json").stdout)
+        wanted = {"source": "installed", "wheel": "wheel"}[kernel.mode]
+        assert state["state"] == wanted, f"{kernel.package} of {name}: {state['state']}: {state['why']}"
 
 
 def test_locks_and_patches(target: Target) -> None:

@@ -3,6 +3,14 @@
 What is built is a specification (spec.py) that the deploy writes; nothing here knows a kernel library by name.
 """
 
-from rigctl.kernel.commands import register
+from __future__ import annotations
 
-__all__ = ["register"]
+import argparse
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `kernel` to the command line."""
+    # The compiler launcher is in this package too, and starts once a file.
+    from rigctl.kernel.commands import register as register_commands
+
+    register_commands(subparsers)

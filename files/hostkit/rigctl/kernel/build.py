@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rigctl.cli import RigctlError, own_process
 from rigctl.kernel import cubins, memory, source, store, toolchain
@@ -124,7 +124,7 @@ class Build:
             print(f"{outcome.killed[0]} was killed for want of memory: once more, with {fewer} jobs", flush=True)
             outcome, attempts, jobs = self._compile(fewer), 2, fewer
         if outcome.code:
-            raise RigctlError(self._why(outcome))
+            self._fail(outcome)
         wheel = self._wheel()
         held = self.prove(wheel)
         if source.changed_since(
@@ -309,20 +309,22 @@ class Build:
         self.peaks.parent.mkdir(parents=True, exist_ok=True)
         self.peaks.write_text(json.dumps(peaks, sort_keys=True))
 
-    def _why(self, outcome: Outcome) -> str:
+    def _fail(self, outcome: Outcome) -> NoReturn:
         name, log = self.spec.name, self.log
         if outcome.killed:
             took = max((each["peak"] for each in outcome.compiled if each["killed"]), default=0)
-            return (
+            raise RigctlError(
                 f"{name}: {_short(outcome.killed[0])} was killed for want of memory twice (it held {took} MiB, "
                 f"{memory.available()} MiB are free now): stop what takes the host's memory, or add swap; log: {log}"
             )
         print("\n".join(outcome.said[-25:]), flush=True)
         if "No space left on device" in "\n".join(outcome.said):
-            return f"{name}: no space left on the disk of {self.work}: make room and deploy again, the build goes on"
+            raise RigctlError(
+                f"{name}: no space left on the disk of {self.work}: make room and deploy again, the build goes on"
+            )
         if outcome.failed:
-            return f"{name}: {_short(outcome.failed[0])} does not compile (above); log: {log}"
-        return f"{name}: the build failed with exit code {outcome.code} (above); log: {log}"
+            raise RigctlError(f"{name}: {_short(outcome.failed[0])} does not compile (above); log: {log}")
+        raise RigctlError(f"{name}: the build failed with exit code {outcome.code} (above); log: {log}")
 
 
 def jobs_for(spec: Spec, cores: int, free: int, *, serving: bool) -> int:

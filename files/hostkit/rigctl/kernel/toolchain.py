@@ -228,6 +228,8 @@ def build_environment(chain: Toolchain, spec: Spec, jobs: int, more: Mapping[str
         "PYTHONDONTWRITEBYTECODE": "1",
         "CUDA_HOME": str(chain.cuda),
         "CUDACXX": str(chain.cuda / "bin" / "nvcc"),
+        # The compiler driver asks for the real place of a toolkit, which may lack what was put beside it.
+        "LIBRARY_PATH": f"{chain.cuda}/lib64:{chain.cuda}/lib64/stubs",
         "CUDAToolkit_ROOT": str(chain.cuda),
         "CMAKE_GENERATOR": "Ninja",
         "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs),

@@ -1,0 +1,506 @@
+"""rigctl kernel: what needs no compiler. The builds are in tests/kernel."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rig.catalog import Kernel, load_catalog
+from rig.hostplan import HostPlan, host_plan, kernel_packages
+from rig.kernels import kernel_files, specification, specification_path, toolkit
+from rig.settings import HostSettings
+from rig.units import unit_file
+from rigctl.cli import RigctlError
+from rigctl.kernel import build, cubins, install, memory, source, store, toolchain
+from rigctl.kernel import spec as specs
+from rigctl.kernel.compile_job import Running, State, fits, need_of
+from tests.unit.test_engines_and_units import data
+from tests.unit.wheelhouse import wheel as make_wheel
+
+
+def specification_json(root: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "name": "rig-kernel",
+        "mode": "source",
+        "environment": str(root / "env" / "engine" / "e1"),
+        "python": "3.11",
+        "lock": str(root / "lock.txt"),
+        "series": None,
+        "package": "rig-kernel",
+        "module": "rig_kernel",
+        "libraries": ["rig_kernel/sm100/*.so"],
+        "toolchain": {"path": str(root / "env" / "toolchain" / "t"), "lock": str(root / "tools.txt")},
+        "root": str(root / "env" / "kernels"),
+        "source": {"kind": "directory", "path": str(root / "source")},
+        "architectures": ["12.0"],
+        **more,
+    }
+
+
+def spec(root: Path, **more: Any) -> specs.Spec:
+    return specs.parse(json.dumps(specification_json(root, **more)), "test")
+
+
+# Data
+
+
+@pytest.fixture
+def plan() -> HostPlan:
+    return host_plan(data("gpu"), "ubuntu-24.04", HostSettings())
+
+
+def test_every_specification_of_the_catalogue_is_one_for_rigctl(plan: HostPlan) -> None:
+    files = kernel_files(plan)
+    names = ("sglang-0.5.9", "sglang-0.5.23")
+    parsed = {name: specs.parse(files[specification_path(name)].decode(), name) for name in names}
+    assert parsed["sglang-0.5.9"].mode == "source" and parsed["sglang-0.5.23"].mode == "wheel"
+    assert parsed["sglang-0.5.9"].source is not None and parsed["sglang-0.5.9"].source.kind == "git"
+    assert all(str(each.toolchain.lock) in files for each in parsed.values())
+    for name, each in parsed.items():
+        package = plan.environments[name].release.kernel
+        assert package is not None and f"{package.package}==" in Path(plan.environments[name].lock).read_text()
+        assert each.environment == Path(plan.environments[name].path)
+
+
+def test_engines_that_compile_while_they_serve_get_the_toolkit_of_their_release(plan: HostPlan) -> None:
+    home = toolkit(plan, "sglang-0.5.23")
+    assert home is not None and f"CUDA_HOME={home}" in unit_file(plan, "sglang-base-current")
+    assert toolkit(plan, "vllm-0.33.0") is None and "CUDA_HOME" not in unit_file(plan, "vllm-base-current")
+
+
+def test_compilers_are_installed_where_a_release_has_a_kernel(plan: HostPlan) -> None:
+    releases = load_catalog().releases
+    assert kernel_packages(releases["vllm-0.33.0"]) == []
+    assert kernel_packages(releases["sglang-0.5.23"]) == ["g++"]
+    assert {"g++", "ccache", "git"} <= set(plan.packages)
+
+
+def test_a_specification_changes_with_the_data(plan: HostPlan) -> None:
+    kernel = plan.environments["sglang-0.5.9"].release.kernel
+    assert isinstance(kernel, Kernel)
+    assert specification(plan, "sglang-0.5.9")["defines"] == kernel.defines
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"moode": "source"}, "unknown key moode"),
+        ({"source": None}, "mode source without a source"),
+        ({"toolchain": {"path": "/x"}}, "'lock'"),
+        ({"source": {"kind": "git", "branch": "main"}}, "branch"),
+    ],
+)
+def test_wrong_specifications_are_named(tmp_path: Path, change: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(RigctlError, match=rf"test: not a kernel specification: .*{message}"):
+        spec(tmp_path, **change)
+
+
+# Architectures and proof
+
+
+@pytest.mark.parametrize(("capability", "name"), [("12.0", "120a"), ("9.0", "90a"), ("10.3", "103a"), ("8.9", "89")])
+def test_architecture_of_a_capability(capability: str, name: str) -> None:
+    assert cubins.architecture(capability) == name
+
+
+def test_wrong_capability() -> None:
+    with pytest.raises(RigctlError, match="'sm_120' is no compute capability"):
+        cubins.architecture("sm_120")
+
+
+def test_capability_is_read_from_the_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cubins, "nvidia_smi", lambda query: [["9.0"], ["9.0"]])
+    assert cubins.wanted([]) == ["90a"]
+    monkeypatch.setattr(cubins, "nvidia_smi", lambda query: [])
+    with pytest.raises(RigctlError, match="no GPU of this host tells its compute capability"):
+        cubins.wanted([])
+
+
+ONE = {"rig/sm100/ops.so": {"sm_120a": 4}, "rig/plain.so": {}}
+
+
+@pytest.mark.parametrize(
+    ("held", "only", "expected"),
+    [
+        (ONE, True, []),
+        ({"a/ops.so": {}}, True, ["none of its 1 libraries holds device code"]),
+        ({}, True, ["none of its 0 libraries holds device code"]),
+        ({**ONE, "rig/fa.so": {"sm_90a": 2}}, True, ["rig/fa.so holds 2 x sm_90a; sm_90a is not wanted"]),
+        ({**ONE, "rig/fa.so": {"sm_90a": 2}}, False, []),
+        ({"rig/other.so": {"sm_120a": 1}}, True, ["no library is rig/sm100/*.so (there are: rig/other.so)"]),
+        (
+            {"rig/sm100/ops.so": {"sm_120": 1}, "rig/x.so": {"sm_120a": 1}},
+            False,
+            ["rig/sm100/ops.so holds 1 x sm_120, nothing for sm_120a"],
+        ),
+    ],
+)
+def test_what_libraries_hold_is_the_proof(held: cubins.Cubins, only: bool, expected: list[str]) -> None:
+    assert list(cubins.objections(held, ["120a"], ["rig/sm100/*.so"], only=only)) == expected
+
+
+def test_cuobjdump_is_read(tmp_path: Path) -> None:
+    program, library = tmp_path / "cuobjdump", tmp_path / "lib.so"
+    library.touch()
+    lines = ("ELF file    1: lib.1.sm_120a.cubin", "ELF file   12: lib.12.sm_90.cubin")
+    program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    program.chmod(0o755)
+    assert cubins.of_library(library, program) == {"sm_120a": 1, "sm_90": 1}
+    program.write_text("#!/bin/sh\necho 'cuobjdump info: File does not contain device code'; exit 255\n")
+    assert cubins.of_library(library, program) == {}
+    program.write_text("#!/bin/sh\necho broken >&2; exit 1\n")
+    with pytest.raises(RigctlError, match=r"cuobjdump cannot read .*: broken"):
+        cubins.of_library(library, program)
+
+
+# Toolchain
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "gcc", "newest", "torch", "message"),
+    [
+        ("13.0.88", "12.2.0", 15, "13.0", None),
+        ("12.9.86", "13.3.0", 14, "12.8", None),
+        ("12.6.20", "12.2.0", 13, "12.8", "nvcc 12.6.20 is older than 12.8"),
+        ("13.0.88", "16.1.0", 15, "13.0", "gcc 16.1.0 is newer than 15"),
+        ("13.0.88", "12.2.0", 15, "12.8", "torch is made for CUDA 12.8, the toolkit is 13.0.88"),
+        ("13.0.88", "12.2.0", None, None, None),
+    ],
+)
+def test_what_goes_together(nvcc: str, gcc: str, newest: int | None, torch: str | None, message: str | None) -> None:
+    found = toolchain.unfit(nvcc, gcc, newest, torch, "12.8")
+    assert found is None if message is None else found and found.startswith(message)
+
+
+def test_nvcc_and_gcc_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = spec(tmp_path)
+    cuda, site = toolchain.cuda_root(wanted), tmp_path / "env/engine/e1/lib/python3.11/site-packages"
+    (site / "torch-2.9.1.dist-info").mkdir(parents=True)
+    (site / "torch").mkdir()
+    (site / "torch" / "version.py").write_text("__version__ = '2.9.1'\ncuda: Optional[str] = '12.8'\n")
+    (cuda / "include" / "crt").mkdir(parents=True)
+    (cuda / "include" / "crt" / "host_config.h").write_text("#if __GNUC__ > 14\n#error\n#endif\n")
+    program(cuda / "bin" / "nvcc", "echo 'Cuda compilation tools, release 12.6, V12.6.20'")
+    program(tmp_path / "bin" / "g++", "echo 15.1.0")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    with pytest.raises(RigctlError, match=r"cannot be built here: nvcc 12.6.20 is older than 12.8"):
+        toolchain.examine(wanted)
+    program(cuda / "bin" / "nvcc", "echo 'Cuda compilation tools, release 12.9, V12.9.86'")
+    with pytest.raises(RigctlError, match=r"cannot be built here: gcc 15.1.0 is newer than 14.*install g\+\+-14"):
+        toolchain.examine(wanted)
+    program(tmp_path / "bin" / "g++", "echo 13.3.0")
+    assert toolchain.examine(wanted).versions["torch"] == "2.9.1"
+
+
+def program(path: Path, script: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_a_toolkit_of_links_puts_the_compiler_first(tmp_path: Path) -> None:
+    wanted = spec(tmp_path)
+    tools = tmp_path / "env/toolchain/t/lib/python3.11/site-packages/nvidia/cu13"
+    engine = tmp_path / "env/engine/e1/lib/python3.11/site-packages/nvidia"
+    for path, text in {
+        tools / "bin/nvcc": "13.0",
+        tools / "include/cuda.h": "13.0",
+        engine / "cu13/bin/nvcc": "13.5",
+        engine / "cu13/include/cuda.h": "13.5",
+        engine / "cu13/include/cublas.h": "engine",
+        engine / "cu13/lib/libcublas.so.13": "engine",
+        engine / "cublas/include/old.h": "one directory a library, as in CUDA 12",
+    }.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    root = toolchain.cuda_root(wanted)
+    toolchain._merge(root, list(toolchain._origins(wanted)))
+    assert (root / "bin/nvcc").read_text() == (root / "include/cuda.h").read_text() == "13.0"
+    assert (root / "include/cublas.h").read_text() == "engine" and (root / "include/old.h").exists()
+    assert (root / "lib64/libcublas.so").read_text() == "engine"
+    assert (root / "lib64/stubs/libcuda.so.1").exists()
+
+
+# Memory
+
+
+def test_a_job_waits_for_what_others_may_still_grow_to() -> None:
+    assert fits(20000, [], 100), "one always runs"
+    assert fits(4000, [Running(9000, 8000)], 6000)
+    assert not fits(4000, [Running(9000, 1000)], 10000)
+    assert not fits(4000, [Running(9000, 9500)], 4100), "a reserve stays"
+
+
+def test_needs_are_found_by_the_longest_path() -> None:
+    needs = {"default": 1, "kernel.cu": 2, "gemm/kernel.cu": 3}
+    files = ("a.cu", "moe/kernel.cu", "gemm/kernel.cu", "xkernel.cu")
+    assert [need_of(f"/src/{name}", needs) for name in files] == [1, 2, 3, 1]
+
+
+def test_jobs_follow_memory_and_cores(tmp_path: Path) -> None:
+    wanted = spec(tmp_path)
+    assert build.jobs_for(wanted, 64, 200_000, serving=False) == 64
+    assert build.jobs_for(wanted, 64, 8192, serving=False) == 4
+    assert build.jobs_for(wanted, 64, 200_000, serving=True) == 16
+    assert build.jobs_for(wanted, 2, 100, serving=True) == 1
+    assert build.jobs_for(spec(tmp_path, jobs=3), 64, 200_000, serving=False) == 3
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_memory_that_is_left_is_that_of_the_narrowest_group(tmp_path: Path, version: str) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   8388608 kB\n")
+    if version == "v2":
+        (proc / "self" / "cgroup").write_text("0::/system.slice/job.service\n")
+        group = groups / "system.slice" / "job.service"
+        names = {
+            "memory.max": "4294967296",
+            "memory.current": "3221225472",
+            "memory.stat": "inactive_file 1073741824\n",
+        }
+        names["memory.events"] = "low 0\noom 2\noom_kill 2\n"
+    else:
+        (proc / "self" / "cgroup").write_text("7:cpu:/x\n5:memory:/job\n")
+        group = groups / "memory" / "job"
+        names = {"memory.limit_in_bytes": "4294967296", "memory.usage_in_bytes": "3221225472"}
+        names["memory.stat"] = "total_inactive_file 1073741824\n"
+        names["memory.oom_control"] = "oom_kill_disable 0\noom_kill 2\n"
+    group.mkdir(parents=True)
+    for name, text in names.items():
+        (group / name).write_text(text)
+    assert memory.available(proc, groups) == 2048
+    assert memory.killed(proc, groups) == 2
+    (group / next(iter(names))).write_text("max" if version == "v2" else str(1 << 62))
+    assert memory.available(proc, groups) == 8192
+
+
+def launch(state: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "KIMI_RIG_COMPILE_STATE": str(state), "PYTHONPATH": "files/hostkit"}
+    argv = [sys.executable, "-m", "rigctl.kernel.compile_job", *command]
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_launcher_notes_what_a_compiler_took(tmp_path: Path) -> None:
+    state = State(tmp_path / "state")
+    code = "import sys, time; b = bytearray(200 << 20); time.sleep(0.6); print('said', file=sys.stderr); sys.exit(3)"
+    done = launch(state.root, sys.executable, "-c", code, "x.cu")
+    assert (done.returncode, done.stderr) == (3, "said\n")
+    [entry] = [json.loads(line) for line in state.log.read_text().splitlines()]
+    assert entry["source"] == "x.cu" and entry["code"] == 3 and not entry["killed"] and 200 <= entry["peak"] < 400
+    assert state.running() == []
+
+
+def test_the_launcher_knows_a_killed_compiler(tmp_path: Path) -> None:
+    state = State(tmp_path / "state")
+    assert launch(state.root, "sh", "-c", "kill -9 $$", "x.cu").returncode == 137
+    assert launch(state.root, "sh", "-c", "echo \"'cicc' died due to signal 9\" >&2; exit 9", "y.cu").returncode == 9
+    assert [json.loads(line)["killed"] for line in state.log.read_text().splitlines()] == [True, True]
+
+
+def test_a_killed_launcher_is_forgotten(tmp_path: Path) -> None:
+    state = State(tmp_path / "state")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (state.jobs / str(gone.pid)).write_text("9000 10")
+    assert state.running() == []
+    state.note(500, 20)
+    assert state.running() == [Running(500, 20)]
+
+
+# Progress
+
+
+def test_progress_line() -> None:
+    step = "Building CUDA object CMakeFiles/ops.dir/csrc/gemm/fp8.cu.o"
+    assert build.progress(37, 62, 1800, step) == "[37/62] fp8.cu, about 20 min left"
+    assert build.progress(1, 62, 2, step) == "[1/62] fp8.cu"
+    assert build.progress(3, 4, 30, "/usr/bin/ccache nvcc -O3 -c /s/csrc/a.cu -o a.o") == "[3/4] a.cu, about 10 s left"
+    assert build.progress(62, 62, 900, "Linking CXX shared module x.so") == "[62/62] Linking CXX shared module x.so"
+
+
+# Source
+
+
+def tree(root: Path) -> Path:
+    (root / "sub").mkdir(parents=True)
+    (root / "sub" / "pyproject.toml").write_text("[project]\n")
+    (root / "a.cu").write_text("one")
+    return root
+
+
+def test_the_digest_of_a_tree_is_its_content(tmp_path: Path) -> None:
+    one, memo = tree(tmp_path / "one"), tmp_path / "memo.json"
+    first = source.tree_digest(one, memo)
+    assert source.tree_digest(tree(tmp_path / "two")) == first == source.tree_digest(one, memo)
+    (one / ".git").mkdir()
+    (one / ".git" / "HEAD").write_text("x")
+    assert source.tree_digest(one, memo) == first
+    (one / "a.cu").write_text("two")
+    assert source.tree_digest(one, memo) != first, "a remembered digest counts only while nothing was touched"
+
+
+def test_a_copy_is_whole_and_another_state_is_noticed(tmp_path: Path) -> None:
+    wanted = spec(tmp_path, subdirectory="sub")
+    tree(tmp_path / "source")
+    identity = source.identity(wanted, tmp_path / "memos")
+    (tmp_path / "source" / "a.cu").write_text("edited meanwhile")
+    with pytest.raises(RigctlError, match="was edited while it was copied"):
+        source.take(wanted, tmp_path / "work" / "source", identity)
+    assert not (tmp_path / "work" / "source").exists()
+    source.take(wanted, tmp_path / "work" / "source", source.identity(wanted, tmp_path / "memos"))
+    assert (tmp_path / "work" / "source" / "a.cu").read_text() == "edited meanwhile"
+
+
+def test_a_source_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RigctlError, match=r"no pyproject.toml there: put the source of rig-kernel at"):
+        source.identity(spec(tmp_path), tmp_path / "memos")
+
+
+def test_a_dependency_that_is_not_there(tmp_path: Path) -> None:
+    absent = {"repo-cutlass": {"path": str(tmp_path / "cutlass")}}
+    tree(tmp_path / "source")
+    chain = toolchain.Toolchain(tmp_path, tmp_path, tmp_path, {"torch": "2"})
+    with pytest.raises(RigctlError, match="cutlass: not there; it is dependency repo-cutlass of rig-kernel"):
+        build.gather(spec(tmp_path, subdirectory="sub", dependencies=absent), chain)
+
+
+def git(*arguments: str, at: Path) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "protocol.file.allow=always"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=at, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> tuple[Path, str, str]:
+    """A repository with a submodule, and two commits of it."""
+    part, main = tree(tmp_path / "part"), tree(tmp_path / "main")
+    for each in (part, main):
+        git("init", "-q", at=each)
+        git("add", ".", at=each)
+        git("commit", "-qm", "one", at=each)
+    git("submodule", "--quiet", "add", str(part), "part", at=main)
+    git("commit", "-qam", "with a part", at=main)
+    first = git("rev-parse", "HEAD", at=main)
+    (main / "a.cu").write_text("later")
+    git("commit", "-qam", "two", at=main)
+    return main, first, git("rev-parse", "HEAD", at=main)
+
+
+def test_a_commit_is_fetched_alone_with_its_submodules(tmp_path: Path, repository: tuple[Path, str, str]) -> None:
+    main, first, _ = repository
+    wanted = spec(tmp_path, source={"kind": "git", "url": str(main), "commit": first, "submodules": True})
+    target = tmp_path / "work" / "source"
+    source.take(wanted, target, source.identity(wanted, tmp_path / "memos"))
+    assert (target / "a.cu").read_text() == "one" and (target / "part" / "a.cu").read_text() == "one"
+    assert git("rev-list", "--count", "--all", at=target) in ("0", "1"), "nothing but the commit"
+
+
+def test_a_bundle_serves_a_host_without_network(tmp_path: Path, repository: tuple[Path, str, str]) -> None:
+    main, first, _ = repository
+    git("bundle", "create", "-q", str(tmp_path / "all.bundle"), "--all", at=main)
+    bundle = str(tmp_path / "all.bundle")
+    asked = {"kind": "git", "url": "https://unreachable.invalid/x", "commit": first, "mirror": bundle}
+    source.take(spec(tmp_path, source=asked), tmp_path / "work" / "source", f"git:{first}")
+    assert (tmp_path / "work" / "source" / "a.cu").read_text() == "one"
+
+
+def test_a_wrong_commit_is_named(tmp_path: Path, repository: tuple[Path, str, str]) -> None:
+    main, first, _ = repository
+    wrong = "0" * 39 + "1"
+    with pytest.raises(RigctlError, match=f"commit {wrong} was not to be had .*correct the kernel's commit"):
+        source.take(spec(tmp_path, source={"kind": "git", "url": str(main), "commit": wrong}), tmp_path / "w", "")
+    assert not (tmp_path / "w").exists()
+    short = spec(tmp_path, source={"kind": "git", "url": str(main), "commit": first[:10]})
+    with pytest.raises(RigctlError, match="no full commit"):
+        source.identity(short, tmp_path / "memos")
+
+
+def test_patches_apply_once_or_are_named(tmp_path: Path) -> None:
+    root, series = tree(tmp_path / "root"), tmp_path / "series"
+    series.mkdir()
+    (series / "1.patch").write_text(
+        "--- a/a.cu\n+++ b/a.cu\n@@ -1 +1 @@\n-one\n\\ No newline at end of file\n+patched\n"
+    )
+    source.apply_patches(series, root)
+    source.apply_patches(series, root)
+    assert (root / "a.cu").read_text() == "patched\n"
+    other = tree(tmp_path / "other")
+    (other / "a.cu").write_text("nothing like it")
+    with pytest.raises(RigctlError, match=r"1.patch does not apply to the source"):
+        source.apply_patches(series, other)
+
+
+# Store and installation
+
+
+def wheel(folder: Path, content: str = "x = 1\n", version: str = "1.2.3") -> Path:
+    """A wheel of one module."""
+    return make_wheel(folder, "rig-kernel", version, {"rig_kernel/__init__.py": content})
+
+
+def test_the_store_keeps_whole_wheels_only(tmp_path: Path) -> None:
+    wanted, digest = spec(tmp_path), "0" * 16
+    assert store.find(wanted, digest) is None
+    stored = store.put(wanted, digest, wheel(tmp_path), {"name": "rig-kernel"})
+    again = store.find(wanted, digest)
+    assert again == stored and again.receipt["digest"] == digest
+    stored.wheel.write_bytes(b"damaged")
+    assert store.find(wanted, digest) is None and not stored.wheel.exists()
+
+
+def test_hosts_share_what_one_has_built(tmp_path: Path) -> None:
+    shared = str(tmp_path / "shared")
+    one, two = (spec(tmp_path / name, shared=shared) for name in ("one", "two"))
+    assert store.fetch(one, "d" * 16) is None
+    store.publish(one, store.put(one, "d" * 16, wheel(tmp_path), {"host": "one"}))
+    fetched = store.fetch(two, "d" * 16)
+    assert fetched is not None and fetched.receipt["host"] == "one"
+    next((tmp_path / "shared").rglob("*.whl")).write_bytes(b"other bytes")
+    assert store.fetch(two, "d" * 16) is None, "what is not as its receipt says is not taken"
+
+
+def test_the_wheel_must_be_the_version_that_the_engine_checks_for(tmp_path: Path) -> None:
+    wanted = spec(tmp_path)
+    wanted.lock.write_text("torch==2.9.1\nrig-kernel==1.2.3 \\\n    --hash=sha256:00\n")
+    install.check_version(wanted, Path("rig_kernel-1.2.3+cu130-cp310-abi3-linux_x86_64.whl"))
+    with pytest.raises(RigctlError, match=r"is version 1.2.2, the release's lock has 1.2.3"):
+        install.check_version(wanted, Path("rig_kernel-1.2.2-cp310-abi3-linux_x86_64.whl"))
+    with pytest.raises(RigctlError, match="is other, not rig-kernel"):
+        install.check_version(wanted, Path("other-1.2.3-py3-none-any.whl"))
+
+
+def test_every_file_is_compared_with_the_wheel(tmp_path: Path) -> None:
+    made, site = wheel(tmp_path), tmp_path / "site"
+    with zipfile.ZipFile(made) as archive:
+        archive.extractall(site)
+    assert install.differs(made, site) is None
+    (site / "rig_kernel" / "__init__.py").write_text("y = 2\n")
+    assert install.differs(made, site) == "rig_kernel/__init__.py is another"
+    (site / "rig_kernel" / "__init__.py").unlink()
+    assert install.differs(made, site) == "rig_kernel/__init__.py is missing"
+
+
+def test_one_package_of_a_lock() -> None:
+    first = "a==1 \\\n    --hash=sha256:1 \\\n    --hash=sha256:2\n"
+    lock = f"{first}    # via b\nsgl-kernel==0.3 \\\n    --hash=sha256:3\nz==2\n"
+    assert install.lock_entry(lock, "sgl-kernel") == "sgl-kernel==0.3 \\\n    --hash=sha256:3\n"
+    assert install.lock_entry(lock, "a") == first
+    assert install.lock_entry(lock, "kernel") is None
+
+
+def test_an_environment_in_use_is_told(tmp_path: Path) -> None:
+    proc, environment = tmp_path / "proc", tmp_path / "env"
+    (proc / "77").mkdir(parents=True)
+    (proc / "77" / "maps").write_text(f"7f00-7f01 r-xp 0 00:00 1 {environment}/lib/x.so\n")
+    (proc / "78").mkdir()
+    (proc / "78" / "maps").write_text(f"7f00-7f01 r-xp 0 00:00 1 {environment}-other/lib/x.so\n")
+    assert install.users(environment, proc) == [77]
