@@ -22,8 +22,9 @@ def test_lock_and_recipe_agree(recipe: locks.Recipe) -> None:
     for package in recipe.packages:
         name, exactly, version = package.partition("==")
         if exactly:
-            assert pinned[name] == version
-    assert len(pinned) > 100
+            assert pinned[name.partition("[")[0]] == version
+    # An engine with all it needs is more than a hundred packages; a toolchain is few.
+    assert len(pinned) > (100 if recipe.release in load_catalog().releases else 5)
     assert len(pinned) == len(re.findall(r"^\S+==\S+ \\\n    --hash=sha256:[0-9a-f]{64}", text, re.MULTILINE))
     assert not re.search(r"://|^--|^-[a-z]", text, re.MULTILINE), "an index, a link or an option"
 
