@@ -33,7 +33,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     logs = subparsers.add_parser("logs", help="the journal of a configuration, or the log file of one of its runs")
     logs.add_argument("name", nargs="?", help="default: the one that is active")
     logs.add_argument("-f", "--follow", action="store_true")
-    logs.add_argument("--run", type=int, metavar="N", help="the N-th last run's file; 1 is the last")
+    # Not `run`: that is the subcommand's own function.
+    logs.add_argument("--run", dest="number", type=int, metavar="N", help="the N-th last run's file; 1 is the last")
     logs.set_defaults(run=show_logs)
     fallback = subparsers.add_parser("fallback", help="go back to the last accepted configuration (used by systemd)")
     fallback.add_argument("name")
@@ -90,14 +91,14 @@ def restart_unit(specification: Specification, *, when_idle: bool) -> int:
 def show_logs(arguments: argparse.Namespace) -> int:
     """Show the journal or one run's file. Raises RigctlError when there is none."""
     specification = named(arguments.name) if arguments.name else active()
-    if arguments.run is None:
+    if arguments.number is None:
         follow = ["-f"] if arguments.follow else ["--no-pager"]
         return subprocess.call(["journalctl", "-u", specification.unit, "-n", "200", *follow])
     runs = sorted(specification.logs.glob("*.log"), reverse=True)
-    if not 1 <= arguments.run <= len(runs):
+    if not 1 <= arguments.number <= len(runs):
         raise RigctlError(f"{specification.logs} has {len(runs)} runs; --run takes 1 (the last) to {len(runs)}")
     follow = ["-f"] if arguments.follow else []
-    return subprocess.call(["tail", "-n", "+1", *follow, str(runs[arguments.run - 1])])
+    return subprocess.call(["tail", "-n", "+1", *follow, str(runs[arguments.number - 1])])
 
 
 def fall_back(failed: Specification) -> int:
