@@ -164,8 +164,9 @@ def test_a_host_that_serves_is_left_as_it_is(adopting: DeployBox) -> None:
     assert receipt["items"]["checkpoint/kimi-k2.5-int4"]["path"] == "/shared/kimi-k2.5-int4"
     # A start that fails, since the port is taken, leaves state, caches and a log of ours.
     assert box.ssh("systemctl start kimi-vllm-base", check=False).returncode != 0
-    assert f"port {PORT}" in box.ssh("rigctl logs vllm-base").stdout
-    assert box.ssh(f"find {layout.LOGS} -type f").stdout
+    assert f"127.0.0.1:{PORT} cannot be listened on" in box.ssh("rigctl logs vllm-base").stdout
+    for path in (layout.LOGS, layout.CACHE, f"{layout.STATE}/serving"):
+        box.ssh(f"touch {path}/vllm-base/something")
     asked = box.run("rig.uninstall", box.inventory)
     assert asked.returncode == 1 and "say YES=1" in asked.stderr
     assert "/shared" not in asked.stdout, "it would touch what is the operator's"
