@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rig import layout
+from rig.bench import ledger
 from rig.operations.lock import lock_script
 from tests.sandbox.conftest import DeployBox
 
@@ -22,6 +23,9 @@ TIME = re.compile(r'"(since|at)": "[^"]*"')
 RIGCTL = f"{layout.HOSTKIT}/current/ $(readlink -f {layout.HOSTKIT}/current/venv)/"
 OURS = f"/opt/kimi-rig/env {RIGCTL} {layout.ETC} {layout.STATE} {layout.UNITS} {layout.RIGCTL_LINK} "
 OURS += "/etc/sysusers.d /shared /data"
+# What services write, below our directories.
+WRITTEN = f"{layout.LOGS} {layout.CACHE} {layout.STATE}/serving"
+NUMBER = re.compile(r"\d+")
 LISTING = f"sudo find {OURS} -path '*/env/.cache/*' -prune -o -printf '%p %y %u %g %m %l\\n' | LC_ALL=C sort"
 
 
@@ -103,6 +107,46 @@ def test_rigctl_answers_the_login_without_sudo(root_box: DeployBox, sudo_box: De
     rows = [json.loads(box.ssh("rigctl status --json").stdout) for box in (root_box, sudo_box)]
     assert len(rows[1]) == 3
     assert rows[0] == rows[1]
+
+
+def test_serving_and_its_logs_are_equal(root_box: DeployBox, sudo_box: DeployBox, engine_port: None) -> None:
+    """One box after the other: they share this computer's ports."""
+    seen = []
+    for box in (root_box, sudo_box):
+        box.ssh("sudo systemctl start kimi-vllm-base")
+        answer = json.loads(box.ssh("sudo rigctl chat --json 'What is a token?'").stdout)
+        [row] = [row for row in json.loads(box.ssh("rigctl status --json").stdout) if row["state"] == "active"]
+        left = box.ssh(f"sudo find {WRITTEN} -maxdepth 2 -printf '%p %y %u %g %m\\n' | LC_ALL=C sort").stdout
+        journal, run = (box.ssh(f"sudo rigctl logs vllm-base {how}").stdout for how in ("", "--run 1"))
+        box.ssh("sudo systemctl stop kimi-vllm-base")
+        assert "accept" in journal and len(run.splitlines()) > 10
+        arguments = [NUMBER.sub("0", line) for line in run.splitlines() if "non-default args" in line]
+        assert arguments
+        seen.append((answer["content"], row["name"], row["release"], NUMBER.sub("0", left).splitlines(), arguments))
+    assert seen[0] == seen[1]
+
+
+def test_the_benchmark_gives_the_same(
+    root_box: DeployBox, sudo_box: DeployBox, engine_port: None, tmp_path: Path
+) -> None:
+    """All of a result but times and speeds."""
+    seen = []
+    for box in (root_box, sudo_box):
+        kept = tmp_path / box.box.name
+        where = ["--ledger", str(kept), "--out", str(kept / "report")]
+        run = box.run("rig.bench", "run", box.inventory, "--configs", "vllm-base", *where, timeout=1800)
+        assert run.returncode == 0, run.stdout + run.stderr
+        results = [*ledger.results(ledger.read(kept))]
+        assert results and {one.status for one in results} == {"measured"}
+        seen.append([told(one) for one in results])
+    assert seen[0] == seen[1]
+
+
+def told(result: ledger.Result) -> str:
+    """What a result says, without when and how fast."""
+    whole = result.model_dump(exclude={"id", "at", "host", "rounds", "warmup_rounds", "warmup_stable", "profile"})
+    rounds = [(one.requests, one.errors, one.prompt_tokens, one.output_tokens) for one in result.rounds]
+    return TIME.sub(r'"\1": ""', json.dumps([whole, rounds], sort_keys=True))
 
 
 def test_secrets_are_roots_alone(sudo_box: DeployBox) -> None:
