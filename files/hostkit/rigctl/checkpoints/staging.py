@@ -660,8 +660,8 @@ def half_copied(root: Path, manifest: Manifest, report: Report) -> str:
     return (
         f"{root} exists, was not made by this program and is not the whole checkpoint: {right} of "
         f"{len(manifest.files)} files fit.\n  " + "\n  ".join(faults[:10]) + more + "\n"
-        "Nothing in it was touched. Move it away, complete it with `rigctl checkpoints repair --in-place`, or, if it is "
-        "as you want it, take it as it lies: `source: {kind: directory}` in checkpoints.yaml."
+        "Nothing in it was touched. Move it away, complete it with `rigctl checkpoints repair --in-place`, or, if it "
+        "is as you want it, take it as it lies: `source: {kind: directory}` in checkpoints.yaml."
     )
 
 
