@@ -11,6 +11,8 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -140,11 +142,25 @@ class DrillBox:
     def install(self, supervision: Supervision = QUICK, **configurations: dict[str, Any]) -> HostPlan:
         """Write the units and let systemd read them; nothing of an earlier test is left."""
         self.clear()
+        return self.change(supervision, **configurations)
+
+    def change(self, supervision: Supervision = QUICK, **configurations: dict[str, Any]) -> HostPlan:
+        """The same beside what runs, as a deploy does."""
         plan = self.plan(supervision, **configurations)
         for path, text in unit_files(plan).items():
             self.path(path).write_text(text)
         self.ssh("systemctl daemon-reload")
         return plan
+
+    def operation(self, call: str) -> str:
+        """Run one operation of `rig.operations.system` on the box through pyinfra; what pyinfra says."""
+        with tempfile.NamedTemporaryFile("w", suffix=".py", dir=ROOT, prefix=".drill-") as file:
+            file.write(f"from rig.operations import system\nsystem.{call}\n")
+            file.flush()
+            command = [sys.executable, "-m", "pyinfra", "-y", "inventory/sandbox.py", file.name]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
 
     def clear(self) -> None:
         """Stop and remove all units of the drill."""

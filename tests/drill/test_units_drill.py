@@ -13,7 +13,9 @@ import time
 import pytest
 
 from rig.engines import command_line
+from rig.hostplan import HostPlan
 from rig.layout import CREDENTIALS, UNITS
+from rig.units import run_specification
 from tests.drill.conftest import ENGINE, HOME, PORT, SUPERVISOR, WORKER, DrillBox, memory_group, slower
 
 
@@ -213,6 +215,42 @@ def test_a_replaced_checkpoint_makes_the_service_stale(box: DrillBox) -> None:
     row = box.state("a")
     assert row["stale"]
     box.told("drafter replaced in service", "as it was", row["remarks"][0], begun)
+
+
+def test_a_deploy_restarts_what_is_stale_only_as_it_is_told(box: DrillBox) -> None:
+    box.install(a={})
+    box.start("a")
+
+    def deployed(restart: str, plan: HostPlan) -> tuple[str, str]:
+        """The main process before and after the deploy's last step."""
+        digests = {"drill-a": run_specification(plan, "drill-a")["digest"]}
+        before = box.ssh("systemctl show -P MainPID kimi-drill-a")
+        box.operation(f"running_current(name='Restart', digests={digests!r}, restart={restart!r})")
+        return before, box.ssh("systemctl show -P MainPID kimi-drill-a")
+
+    begun = time.monotonic()
+    plan = box.change(a={"flags": {"changed": 1}})
+    before, after = deployed("never", plan)
+    assert before == after
+    assert box.state("a")["stale"]
+    # A request is running: the restart waits for it.
+    box.set_faults("a", slow=4, moving=True)
+    ask = f"curl -s -m 20 -d '{{\"messages\": []}}' http://127.0.0.1:{PORT}/v1/chat/completions"
+    box.ssh(f"systemd-run -q --unit drill-client --collect {ask}")
+    time.sleep(1)
+    before, after = deployed("when-idle", plan)
+    assert before == after
+    box.set_faults("a")
+    row = box.until("a", 30, state="active", stale=False)
+    assert box.ssh("systemctl show -P MainPID kimi-drill-a") != before
+    # An earlier deploy that failed before this step left its change behind: it is not lost.
+    plan = box.change(a={"flags": {"changed": 2}})
+    before, _ = deployed("now", plan)
+    row = box.until("a", 30, state="active", stale=False)
+    assert box.ssh("systemctl show -P MainPID kimi-drill-a") != before
+    before, after = deployed("now", plan)
+    assert before == after, "nothing is stale: nothing is restarted"
+    box.told("deploy changes a running service", "as `restart` says: never, when idle, now", row["status"], begun)
 
 
 def test_a_unit_edited_by_hand_is_told(box: DrillBox) -> None:
