@@ -205,6 +205,14 @@ def test_two_switches_at_once(box: DrillBox) -> None:
     box.told("two switches at once", "one of the two is active", "serving", begun)
 
 
+def test_units_that_claim_nothing_in_common_run_together(box: DrillBox) -> None:
+    box.install(a={}, b={"port": PORT + 1}, c={"port": PORT + 1})
+    box.start("a")
+    box.start("b")
+    box.start("c")
+    assert [box.state(name)["state"] for name in "abc"] == ["active", "inactive", "active"]
+
+
 def test_a_replaced_checkpoint_makes_the_service_stale(box: DrillBox) -> None:
     box.prepare()
     box.install(a={})
