@@ -13,9 +13,12 @@ override export TO := $(value TO)
 override export ENGINE := $(value ENGINE)
 override export VERSION := $(value VERSION)
 override export SWEEP := $(value SWEEP)
+override export CHECKPOINT := $(value CHECKPOINT)
+override export REVISION := $(value REVISION)
+override export TOKEN_FILE := $(value TOKEN_FILE)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain reboot status uninstall bench tour check test test-drill test-engines test-bench test-staging release-add lock format
+.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain pin reboot status uninstall bench tour check test test-drill test-engines test-bench test-staging release-add lock format
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +65,9 @@ verify: .venv/ready ## INVENTORY=...: prove the live hosts
 
 explain: .venv/ready ## INVENTORY=... [LIMIT=host] [FORMAT=json]: host facts, every setting, why and from where
 	@$(BIN)/python -m rig.explain_command "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${FORMAT:+--format="$$FORMAT"}
+
+pin: .venv/ready ## CHECKPOINT=... [REVISION=commit] [TOKEN_FILE=...]: pin a revision, write its manifest
+	@$(BIN)/python -m rig.pin "$$CHECKPOINT" $${REVISION:+--revision="$$REVISION"} $${TOKEN_FILE:+--token-file="$$TOKEN_FILE"}
 
 reboot: .venv/ready ## INVENTORY=...: deploy, and reboot where boot-time settings wait for it
 	@$(BIN)/python -m rig.converge deploy "$$INVENTORY" --pyinfra=--data --pyinfra=reboot=yes $${LIMIT:+--limit="$$LIMIT"}

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -104,7 +105,17 @@ def _flag_value(value: Any) -> Any:
     return value
 
 
+def _web_address(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or not text.isprintable() or " " in text:
+        raise ValueError("an address begins with http:// or https://, and a host")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError("an address has no user, password, query or fragment: they would be readable by all")
+    return text.rstrip("/")
+
+
 Network = Annotated[str, AfterValidator(_network)]
+WebAddress = Annotated[str, AfterValidator(_web_address)]
 Address = Annotated[str, AfterValidator(_address)]
 HostPath = Annotated[str, AfterValidator(host_path)]
 
@@ -175,18 +186,61 @@ class Configuration(Entry):
     environment: dict[Variable, str] = {}
 
 
-class HubSource(Entry):
+class Files(Entry):
+    """A source of files. include, exclude: shell patterns over relative paths, where * crosses /; exclude wins."""
+
+    include: Annotated[list[Text], Field(min_length=1)] = ["*"]
+    exclude: list[Text] = []
+
+
+class HubSource(Files):
     """Files of a model hub repository at a pinned revision."""
 
     kind: Literal["hub"]
     repository: Annotated[str, StringConstraints(pattern=r"^[\w.-]+/[\w.-]+$")]
     revision: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")] | None = None
-    endpoint: Text | None = None
-    include: list[str] = ["*"]
-    exclude: list[str] = []
+    endpoint: WebAddress | None = None
+    """Unset: the hub client's own."""
+    mirror: WebAddress | None = None
+    """Asked when the endpoint does not answer; never gets the token."""
+    transfer: Literal["auto", "http", "xet"] = "auto"
+    """auto: the hub's chunked transfer for large files where it is offered, else HTTP ranges (docs/checkpoints.md)."""
+    allow_unpinned: bool = False
+    """In as many words: without a revision, take what the hub calls main on the day it is staged."""
 
 
-class DirectorySource(Entry):
+class HttpSource(Files):
+    """A directory on a web server, with a manifest."""
+
+    kind: Literal["http"]
+    url: WebAddress
+    manifest_url: WebAddress | None = None
+    """Unset: manifest.json below url."""
+    mirror: WebAddress | None = None
+
+
+class RsyncSource(Files):
+    """A directory of another host, by rsync over SSH."""
+
+    kind: Literal["rsync"]
+    host: Address
+    path: HostPath
+    user: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.-]*$")] = "root"
+    port: Annotated[int, Field(ge=1, le=65535)] = 22
+    identity_file: HostPath | None = None
+    """Private key on the host that is deployed to, readable by its owner only; unset: root's own keys."""
+    known_hosts: HostPath | None = None
+    """File on that host with the other one's key; unset: root's own. An unknown key is refused."""
+
+
+class LocalSource(Files):
+    """A directory of the host itself, such as a mounted disk: copied, never moved or linked."""
+
+    kind: Literal["local"]
+    path: HostPath
+
+
+class DirectorySource(Files):
     """Files that are already on the host and are adopted where they lie."""
 
     kind: Literal["directory"]
@@ -199,7 +253,12 @@ class GeneratorSource(Entry):
     generator: Text
 
 
-Source = Annotated[HubSource | DirectorySource | GeneratorSource, Field(discriminator="kind")]
+SOURCES = (HubSource, HttpSource, RsyncSource, LocalSource, DirectorySource, GeneratorSource)
+KINDS = {kind for source in SOURCES for kind in get_args(source.model_fields["kind"].annotation)}
+Source = Annotated[
+    HubSource | HttpSource | RsyncSource | LocalSource | DirectorySource | GeneratorSource,
+    Field(discriminator="kind"),
+]
 
 
 class Training(Entry):
@@ -246,6 +305,10 @@ class Checkpoint(Entry):
     path: Annotated[str, AfterValidator(_checkpoint_path)]
     """Absolute, or below one of the host's path variables: {models}, {drafters}."""
     source: Source
+    digests: dict[Text, Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]] = {}
+    """sha256 of files that are known from elsewhere: whatever the source lists must agree."""
+    bandwidth_limit: Annotated[int, Field(ge=1)] | None = None
+    """Bytes a second that staging may take."""
     targets: list[str] = []
     """Drafters only: the targets it may serve; another target is allowed and told."""
     bytes: Annotated[int, Field(ge=1)] | None = None
@@ -529,7 +592,7 @@ def _parse(document: Document, model: type[E_], section: str, findings: list[Fin
             entries[name] = model.model_validate(value)
         except ValidationError as error:
             for problem in error.errors(include_url=False):
-                path = tuple(part for part in problem["loc"] if part not in ("hub", "directory", "generator", "git"))
+                path = tuple(part for part in problem["loc"] if part not in {*KINDS, "git"})
                 message = problem["msg"].removeprefix("Value error, ")
                 if problem["type"] == "extra_forbidden":
                     message = f"there is no such key{nearest(str(path[-1]), _keys())}"

@@ -141,8 +141,21 @@ class HostPlan:
         return Locations(
             python=self.environments[configuration.release].interpreter,
             target=self.checkpoint_paths[configuration.target],
-            drafter=self.checkpoint_paths[speculation.drafter] if speculation else None,
+            drafter=self._drafter(speculation.drafter, configuration.release) if speculation else None,
         )
+
+    def _drafter(self, name: str, release: str) -> str:
+        return overlay_path(name, release) if writes_ids(self.checkpoints[name]) else self.checkpoint_paths[name]
+
+
+def writes_ids(entry: Checkpoint) -> bool:
+    """Whether units read a drafter through an overlay, where its layer ids stand as their engine reads them."""
+    return entry.training.layer_ids is not None and not entry.training.accept_mismatch
+
+
+def overlay_path(drafter: str, release: str) -> str:
+    """The overlay of a drafter for an engine release."""
+    return f"{layout.OVERLAYS}/{drafter}/{release}"
 
 
 def plan_from_facts(data: Mapping[str, Any], facts: HostFacts) -> HostPlan:

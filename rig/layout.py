@@ -16,6 +16,8 @@ KERNELS = f"{ETC}/kernels"
 """Specifications of kernel wheels, one a release (rigctl kernel)."""
 
 STATE = "/var/lib/kimi-rig"
+OVERLAYS = f"{STATE}/drafters"
+"""Drafters with other layer ids in their config.json than their checkpoint has: <drafter>/<release>."""
 RECEIPT = f"{STATE}/receipt.json"
 PROOFS = f"{STATE}/proofs"
 """Command lines that an engine's own parser has accepted, by digest."""

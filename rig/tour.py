@@ -15,6 +15,7 @@ from rig.catalog import ROOT
 from rig.command_line import Parser
 from rig.connect import talk_text
 from rig.converge import FAILED, RunFailed, inventory_hosts, make_plan
+from rig.drafters import drafters_text
 from rig.explain import explain_text
 from rig.facts.host import parse_host
 from rig.hostplan import HostPlan, plan_from_facts
@@ -44,7 +45,7 @@ def page_unit(plan: HostPlan) -> str:
 
 def page_explain(plan: HostPlan) -> str:
     """What `make explain` says."""
-    return explain_text("turin", plan.facts, plan.decision)
+    return explain_text("turin", plan.facts, plan.decision) + drafters_text(plan)
 
 
 def page_report(_plan: HostPlan) -> str:

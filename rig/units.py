@@ -84,14 +84,7 @@ def run_specification(plan: HostPlan, name: str) -> dict[str, Any]:
             "draft_tokens": speculation.draft_tokens or speculation.steps + 1,
             "break_even_length": speculation.break_even_length,
         },
-        "checkpoints": {
-            "target": configuration.target,
-            "drafter": speculation.drafter if speculation else None,
-            "version": release.version,
-            "context": configuration.context_length,
-            "trust_remote_code": configuration.trust_remote_code,
-            "training": plan.checkpoints[speculation.drafter].training.model_dump() if speculation else None,
-        },
+        "checkpoints": used_checkpoints(plan, configuration),
         "harmless_log": list(release.harmless_log),
         "drain": release.drain,
         "rate_counts_bonus": release.rate_counts_bonus,
@@ -118,6 +111,43 @@ def host_settings(settings: HostSettings) -> dict[str, Any]:
         "disk_scheduler": dict(settings.disk_scheduler),
         "power_limit_w": settings.power_limit_w,
     }
+
+
+def used_checkpoints(plan: HostPlan, configuration: Configuration) -> dict[str, Any]:
+    """What the pre-checks of a unit need to know of its checkpoints."""
+    speculation = configuration.speculation
+    return {
+        "target": configuration.target,
+        "drafter": speculation.drafter if speculation else None,
+        "version": plan.environments[configuration.release].release.version,
+        "context": configuration.context_length,
+        "trust_remote_code": configuration.trust_remote_code,
+        "training": plan.checkpoints[speculation.drafter].training.model_dump() if speculation else None,
+    }
+
+
+def pairs(plan: HostPlan) -> list[dict[str, Any]]:
+    """Every configuration with a drafter, as `rigctl checkpoints pairs` takes it."""
+    found = []
+    for name, configuration in plan.serving.items():
+        if configuration.speculation is None:
+            continue
+        at = plan.locations(configuration)
+        # Permissions to go beyond a model's limits; the rest is no business of the fit.
+        allowed = {k: v for k, v in engine_environment(plan, configuration).items() if "_ALLOW_" in k}
+        found.append(
+            {
+                "name": name,
+                "engine": plan.environments[configuration.release].release.engine,
+                "release": configuration.release,
+                "target_path": at.target,
+                "drafter_path": at.drafter,
+                "checkpoint_path": plan.checkpoint_paths[configuration.speculation.drafter],
+                "checkpoints": used_checkpoints(plan, configuration),
+                "environment": allowed,
+            }
+        )
+    return found
 
 
 def _checkpoints_of(configuration: Configuration) -> list[str]:

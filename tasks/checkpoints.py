@@ -1,12 +1,13 @@
-"""Checkpoints: the model and the drafters that this host's configurations use."""
+"""Checkpoints: the model and the drafters that this host's configurations use, and whether they fit each other."""
 
 from pyinfra.api import deploy
 
 from rig.checkpoint_specs import checkpoint_files
 from rig.hostplan import HostPlan
-from rig.operations.checkpoints import checkpoint
+from rig.operations.checkpoints import checkpoint, drafters_fit
 from rig.operations.files import File, present
 from rig.target import current_plan
+from rig.units import pairs
 
 
 @deploy("Checkpoints")
@@ -21,6 +22,7 @@ def checkpoints(plan: HostPlan) -> None:
             path=plan.checkpoint_paths[name],
             hub_token=plan.data.hub_token_file is not None,
         )
+    drafters_fit(name="Check that drafters fit", pairs=pairs(plan))
 
 
 if __name__ == "builtins":

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pyinfra import host
 
+from rig.drafters import drafters_json, drafters_text
 from rig.explain import explain_json, explain_text
 from rig.explain_command import PAGES
 from rig.hostplan import HostPlan
@@ -16,10 +17,11 @@ from tasks.host import findings
 def page(plan: HostPlan) -> dict[str, object]:
     """Both forms of a host's page, with what the preflight found."""
     found = findings(plan)
-    text = explain_text(host.name, plan.facts, plan.decision)
+    text = explain_text(host.name, plan.facts, plan.decision) + drafters_text(plan)
     if found:
         text += "\nPreflight\n---------\n" + "".join(f"{one}\n" for one in found)
     document = explain_json(host.name, plan.facts, plan.decision)
+    document["drafters"] = drafters_json(plan)
     document["findings"] = [
         {"severity": one.severity, "code": one.code, "message": one.message, "remedy": one.remedy} for one in found
     ]

@@ -11,10 +11,17 @@ from pyinfra.api import operation
 
 from rig import layout
 from rig.catalog import Checkpoint, GeneratorSource, HubSource
-from rig.checkpoint_specs import adopted_as_it_is, revision, specification_path
+from rig.checkpoint_specs import (
+    adopted_as_it_is,
+    described,
+    has_manifest,
+    revision,
+    specification_path,
+    wanted_identity,
+)
 from rig.facts.state import Lines
 from rig.operations import jobs
-from rig.operations.common import Commands, made, note, refuse, remember, script
+from rig.operations.common import Commands, made, note, notice, refuse, remember, script
 
 # 595 GB at 100 Mbit/s take 13 hours; a job that outlasts this has hung.
 LIMIT_SECONDS = 48 * 3600
@@ -31,31 +38,85 @@ def checkpoint(checkpoint_name: str, entry: Checkpoint, path: str, hub_token: bo
     status = f"{layout.RIGCTL} checkpoints status {name} --json"
     found = host.get_fact(Lines, script=f"{status}; {there} && echo there")
     state = _state(found)
-    # Without a revision in its record it was taken as it lay, on a host that could not ask the hub.
-    as_it_lay = state.get("origin") == "adopted" and state.get("revision") is None
-    if state.get("state") == "complete" and (as_it_lay or revision(entry) in (None, state.get("revision"))):
+    if state.get("state") == "complete" and _is_wanted(name, entry, state):
         host.noop(f"{path} is complete")
         return
     if adopted_as_it_is(entry) and "there" not in found:
         yield from refuse(_absent(name, entry, path))
         return
     note(f"{path}: {_what_happens(entry, state, 'there' in found)}")
+    if isinstance(entry.source, HubSource) and not adopted_as_it_is(entry) and not has_manifest(name, entry):
+        pin = f"`make pin CHECKPOINT={name}` writes it"
+        notice(f"checkpoint {name} has no manifest in inventory/manifests, the hub is asked for its list: {pin}")
     # What staging brings is ours to take away; what is adopted is not.
     parent, _, folder = path.rpartition("/")
     brought = [
         f"[ -e {shlex.quote(one)} ] || {{ {remember('tree', one)}; }}" for one in (path, f"{parent}/.{folder}.partial")
     ]
     yield script(*brought, made(parent))
+    unit = f"kimi-job-checkpoint-{name}"
+    verify = f"{layout.RIGCTL} checkpoints verify {name}"
     token = [f"LoadCredential=hub-token:{layout.CREDENTIALS}/hub-token"] if hub_token else []
     yield from jobs.run(
         jobs.LongJob(
-            unit=f"kimi-job-checkpoint-{name}",
+            unit=unit,
             argv=[layout.RIGCTL, "checkpoints", "stage", name, "--spec", specification_path(name)],
-            proof=f"{layout.RIGCTL} checkpoints verify {name} >/dev/null",
+            # A job that refuses may leave an older content whole; of a unit that ended well systemd says success.
+            proof=f"[ $(systemctl show -P Result {unit}) = success ] && {verify} >/dev/null",
             limit_seconds=LIMIT_SECONDS,
             properties=["EnvironmentFile=-/etc/environment", *token],
         )
     )
+
+
+@operation()
+def drafters_fit(pairs: list[dict[str, Any]]) -> Commands:
+    """Every configuration's drafter fits its target on its engine release, judged on the host by the files that lie
+    there; layer ids that a release must read stand in an overlay beside the checkpoint, which stays as it is."""
+    if not pairs:
+        host.noop("no configuration has a drafter")
+        return
+    judge = f"{layout.RIGCTL} checkpoints pairs --json {shlex.quote(json.dumps(pairs))}"
+    found = [json.loads(line) for line in host.get_fact(Lines, script=judge) if line.startswith("{")]
+    _warn(found)
+    refused = [one for one in found if one["error"] is not None]
+    if found and not refused and all(one["overlay"] in (None, "current") for one in found):
+        host.noop("every drafter fits")
+        return
+    if refused and host.state.is_executing:
+        yield from refuse("; ".join(str(one["error"]) for one in refused))
+        return
+    for one in found:
+        note(f"{one['name']}: {one['error'] or _fit_in_words(one)}")
+    if not found:
+        note("drafters are judged once they are there")
+    yield script(f"{judge.replace(' pairs ', ' pairs --write ', 1)} >/dev/null")
+
+
+def _warn(found: list[dict[str, Any]]) -> None:
+    """Tell each warning once, with the configurations that it is of."""
+    warnings: dict[str, list[str]] = {}
+    for one in found:
+        for text in (one["verdict"] or {}).get("warn", []):
+            warnings.setdefault(text, []).append(one["name"])
+    for text, names in warnings.items():
+        notice(f"{', '.join(names)}: {text}")
+
+
+def _fit_in_words(found: dict[str, Any]) -> str:
+    verdict = found["verdict"]
+    ids = "" if found["overlay"] is None else f"; layer ids {json.dumps(verdict['keys'])} are written beside it"
+    return f"{verdict['verdict']}{ids}"
+
+
+def _is_wanted(name: str, entry: Checkpoint, state: dict[str, Any]) -> bool:
+    """Whether what is recorded is what the entry asks for."""
+    if state.get("origin") == "adopted" and state.get("revision") is None:
+        # Taken as it lay, on a host that could not ask the hub.
+        return True
+    if revision(entry) not in (None, state.get("revision")):
+        return False
+    return wanted_identity(name, entry) in (None, state.get("identity"))
 
 
 def _state(lines: list[str]) -> dict[str, Any]:
@@ -75,13 +136,13 @@ def _what_happens(entry: Checkpoint, state: dict[str, Any], there: bool) -> str:
         return f"is generated ({entry.source.generator})"
     if there:
         return "is proved and recorded as it lies there"
-    return f"is staged from {entry.source.repository}" if isinstance(entry.source, HubSource) else "is recorded"
+    return f"is staged from {described(entry)}"
 
 
 def _absent(name: str, entry: Checkpoint, path: str) -> str:
     if isinstance(entry.source, HubSource):
         return (
             f"checkpoint {name} is not at {path} and {entry.source.repository} has no pinned revision: "
-            f"put one into checkpoints.yaml, or put the files there, and deploy again"
+            f"`make pin CHECKPOINT={name}`, or put the files there, or say allow_unpinned: true; then deploy again"
         )
     return f"checkpoint {name} is not at {path}: put it there and deploy again"

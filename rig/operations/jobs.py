@@ -57,11 +57,12 @@ def run(job: LongJob) -> Commands:
 
 def _follow(job: LongJob) -> None:
     """Wait until the job is at its end, and say every few seconds what it does."""
-    begun, said = time.monotonic(), 0.0
+    begun, said, heard = time.monotonic(), 0.0, False
     while (state := _look(job)).active:
         waited = time.monotonic() - begun
-        if waited - said >= REPORT_SECONDS:
-            said = waited
+        # The first line is shown at once: of a staging it is the estimate.
+        if waited - said >= REPORT_SECONDS or (state.last and not heard):
+            said, heard = waited, heard or bool(state.last)
             logger.info(f"{host.print_prefix}{operation_name()}: {waited:.0f} s: {state.last or 'at work'}")
         time.sleep(POLL_SECONDS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
@@ -18,7 +19,7 @@ from rig.operations.hostkit import SOURCE, hostkit_path
 from rig.receipt import receipt_items
 from rig.settings import ACS_UNIT
 from rig.states import of_state, rollback_text, rolled_back
-from rig.units import conflicts
+from rig.units import conflicts, pairs
 from rigctl.drift import KERNEL_RECORD, read_lock
 from rigctl.environment import LOCK, SERIES
 from rigctl.installed import normalised
@@ -139,6 +140,15 @@ def test_checkpoint(target: Target, checkpoint: str) -> None:
         assert not differences(target, [File(f"{path}/{name}", data, mode="") for name, data in files.items()])
     readable = f"runuser -u {target.plan.data.service_user} -- sh -c 'cat {path}/config.json >/dev/null'"
     assert target.host.run(readable).rc == 0, f"{target.plan.data.service_user} cannot read {path}"
+
+
+def test_drafters_fit(target: Target) -> None:
+    wanted = pairs(target.plan)
+    judged = target.host.run(f"rigctl checkpoints pairs --json {shlex.quote(json.dumps(wanted))}")
+    assert judged.rc == 0, judged.stderr
+    found = [json.loads(line) for line in judged.stdout.splitlines()]
+    assert [one["name"] for one in found] == [one["name"] for one in wanted]
+    assert not [one for one in found if one["overlay"] == "absent"], "an overlay is not as its drafter's entry says"
 
 
 def test_checkpoint_specifications(target: Target) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rigctl.checkpoints import overlay, precheck
-from rigctl.cli import RigctlError
+from rigctl.checkpoints.engines import KEY
+from rigctl.cli import RigctlError, main
 from rigctl.specification import Specification
 from tests.unit.serving import checkpoint, drafter, fields, proved, specification
 
@@ -68,7 +69,6 @@ def test_the_overwrite_variable_must_be_the_units(pair: Path, monkeypatch: pytes
     long = of(pair, engine="sglang", version="0.5.9", context=8192)
     with pytest.raises(RigctlError, match=f"needs {variable}=1: put it into the environment of serving.drill"):
         precheck.fits(long)
-    assert precheck.fits(long, {variable: "1"}).startswith("warns")
     monkeypatch.setenv(variable, "1")
     assert "max_position_embeddings 4096 is below the context of 8192" in precheck.fits(long)
 
@@ -92,7 +92,8 @@ def test_an_overlay_counts_as_the_drafter_behind_it(pair: Path) -> None:
     trained = {"convention": "output", "layer_ids": [2, 30, 58]}
     with pytest.raises(RigctlError, match=r"trained on the inputs of layers \[3, 31, 59\]"):
         precheck.fits(of(pair, training=trained))
-    overlay.write(pair / "drafter", pair / "overlay", precheck.verdict(of(pair, training=trained)).keys)
+    keys = precheck.verdict(of(pair, training=trained), pair / "drafter").keys
+    overlay.write(pair / "drafter", pair / "overlay", keys)
     through = of(pair, drafter="overlay", training=trained)
     assert precheck.fits(through).startswith("fits")
     assert "drafter: 2 files as proved" in precheck.published(through)
@@ -118,3 +119,44 @@ def test_code_that_no_manifest_lists_is_not_trusted(pair: Path) -> None:
 def test_an_unknown_key_of_a_training_is_refused() -> None:
     with pytest.raises(RigctlError, match="training: unknown key 'layers'"):
         precheck.training({"layers": [1]})
+
+
+def pair_of(pair: Path, **more: Any) -> precheck.Pair:
+    spec = of(pair, **{"engine": "vllm", "drafter": "drafter", **more})
+    return precheck.Pair(
+        name=spec.name,
+        engine=spec.engine,
+        release=spec.release,
+        target_path=spec.target_path,
+        drafter_path=str(spec.drafter_path),
+        checkpoint_path=str(pair / "drafter"),
+        checkpoints=spec.checkpoints,
+        environment={},
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "key"),
+    [("vllm", "0.16.0", "eagle_aux_hidden_state_layer_ids"), ("sglang", "0.5.9", "eagle_config")],
+)
+def test_an_overlay_is_written_as_that_release_reads_it(pair: Path, engine: str, version: str, key: str) -> None:
+    before = {place: place.read_bytes() for place in (pair / "drafter").iterdir()}
+    trained = {"convention": "output", "layer_ids": [2, 30, 58]}
+    one = pair_of(pair, engine=engine, version=version, drafter="overlays/x", training=trained)
+    planned = precheck.judge(one, write=False)
+    assert planned["overlay"] == "absent" and planned["error"] is None and not (pair / "overlays").exists()
+    assert planned["verdict"]["captured"] == planned["verdict"]["trained"] == [3, 31, 59]
+    assert precheck.judge(one, write=True)["overlay"] == "written"
+    assert precheck.judge(one, write=True)["overlay"] == "current"
+    config = json.loads((pair / "overlays" / "x" / "config.json").read_text())
+    assert config[key] == ([3, 31, 59] if engine == "vllm" else {KEY: [2, 30, 58], "use_aux_hidden_state": True})
+    assert before == {place: place.read_bytes() for place in (pair / "drafter").iterdir()}
+
+
+def test_a_refused_pair_gets_no_overlay_and_the_command_fails(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained = {"convention": "output", "layer_ids": [2, 30, 60]}
+    content = vars(pair_of(pair, drafter="overlays/x", training=trained))
+    assert main(["checkpoints", "pairs", "--write", "--json", json.dumps([content])]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["overlay"] == "absent" and "the target has 61 layers" in err
+    assert not (pair / "overlays").exists()

@@ -132,6 +132,9 @@ def _remarks(
 ) -> Iterator[str]:
     if why := _stale(specification, ran_as):
         yield f"STALE: {why} since it was started; `systemctl restart` takes it over"
+    drafter = (ran_as or {}).get("prechecks", {}).get("drafter fits", "no drafter")
+    if drafter != "no drafter":
+        yield f"drafter {drafter}"
     if edited := _edited(specification, unit):
         yield f"EDITED BY HAND: {', '.join(edited)}; deploy again, or move the change to inventory/serving.yaml"
     if unit["NeedDaemonReload"] == "yes":

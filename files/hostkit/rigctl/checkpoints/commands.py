@@ -79,6 +79,10 @@ def _add_checks(actions: Any) -> None:
     _add_fit(overlay)
     overlay.add_argument("--to", type=Path, required=True)
 
+    pairs = _add(actions, "pairs", _pairs, "Judge the drafters of configurations before their units are written.")
+    pairs.add_argument("pairs", help="JSON list, as the deploy makes it (rig/units.py, pairs)")
+    pairs.add_argument("--write", action="store_true", help="make the overlays that they need")
+
 
 def _add_fit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", type=Path, required=True)
@@ -394,6 +398,21 @@ def _overlay(arguments: argparse.Namespace) -> int:
     _print(arguments, {"changed": changed, **after.to_json()}, "\n".join([f"{arguments.to}", *after.lines()]))
     if after.refuse:
         raise RigctlError(f"{arguments.to} does not fit {arguments.target}: {'; '.join(after.refuse)}")
+    return 0
+
+
+def _pairs(arguments: argparse.Namespace) -> int:
+    """A line a pair; exit code 1 if a unit may not use one of them."""
+    from rigctl.checkpoints.precheck import Pair, judge
+
+    refused = []
+    for content in json.loads(arguments.pairs):
+        found = judge(Pair(**content), write=arguments.write)
+        word = found["error"] or found["verdict"]["verdict"]
+        _print(arguments, found, f"{found['name']}: {word}")
+        refused += [found["error"]] if found["error"] else []
+    if refused:
+        raise RigctlError("; ".join(refused))
     return 0
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rigctl.checkpoints import headers
 from rigctl.checkpoints.engines import MHA, MLA, SPECULATORS, Engine, trained_input_ids
 from rigctl.checkpoints.headers import BadFile, Tensor
+from rigctl.checkpoints.overlay import merged
 from rigctl.cli import RigctlError
 
 FLOATS = ("BF16", "F16", "F32")
@@ -114,9 +115,11 @@ def check(  # noqa: PLR0913 a pair and what it is to be used for
     training: Training,
     *,
     name: str | None = None,
+    written: Mapping[str, Any] | None = None,
 ) -> Verdict:
     """The verdict on one pair. `context`: the configuration's maximum model length in tokens; `name`: the
-    target's name in the inventory (default: its directory's)."""
+    target's name in the inventory (default: its directory's); `written`: keys that an overlay will put into the
+    drafter's config."""
     verdict = Verdict()
     main = read_model(target, with_tensors=False)
     try:
@@ -124,6 +127,7 @@ def check(  # noqa: PLR0913 a pair and what it is to be used for
     except BadFile as error:
         verdict.refuse.append(f"drafter {error}")
         return verdict
+    draft = replace(draft, config=merged(draft.config, written or {}))
     _architecture(verdict, draft, engine)
     _hidden_size(verdict, main, draft)
     _vocabulary(verdict, main, draft, engine)

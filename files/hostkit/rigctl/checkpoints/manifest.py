@@ -104,6 +104,29 @@ class Manifest:
             raise RigctlError(f"{self.source}: the include and exclude patterns leave no file")
         return replace(self, files=kept, _by_path={})
 
+    def agreeing(self, digests: Mapping[str, str]) -> Manifest:
+        """This manifest with the sha256 that are known of some files from elsewhere; raises where it disagrees."""
+        files = list(self.files)
+        for path, sha256 in digests.items():
+            entry = self.get(path)
+            if entry is None:
+                raise RigctlError(f"{self.source} lists no {path}, whose digest is known: it is not that revision")
+            if entry.sha256 not in (None, sha256):
+                raise RigctlError(
+                    f"{self.source}: {path} has sha256 {entry.sha256}, {sha256} is known: it is not that revision"
+                )
+            files[files.index(entry)] = replace(entry, sha256=sha256)
+        return replace(self, files=tuple(files), _by_path={})
+
+    def describes(self, other: Manifest) -> bool:
+        """Whether both list the same files: equal sizes, and no digest of one contradicts the other's."""
+        return [entry.path for entry in self.files] == [entry.path for entry in other.files] and all(
+            mine.size == theirs.size
+            and (mine.sha256 == theirs.sha256 or None in (mine.sha256, theirs.sha256))
+            and (mine.git_sha1 == theirs.git_sha1 or None in (mine.git_sha1, theirs.git_sha1))
+            for mine, theirs in zip(self.files, other.files, strict=True)
+        )
+
     def to_json(self) -> dict[str, Any]:
         """The form that is written to disk."""
         return {

@@ -15,22 +15,16 @@ MARK = ".rigctl-overlay.json"
 
 def write(drafter: Path, place: Path, keys: Mapping[str, Any]) -> bool:
     """Make `place` an overlay of `drafter`, `keys` merged into config.json; False if it was already so."""
-    source = drafter.resolve()
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    for key, value in keys.items():
-        old = config.get(key)
-        config[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
-    links = {item.name: str(item) for item in sorted(source.iterdir()) if item.name != "config.json"}
-    mark = {"drafter": str(source), "keys": dict(keys), "links": links}
     if place.is_symlink() or (place.exists() and not (place / MARK).is_file()):
         raise RigctlError(f"{place} exists and is not an overlay of ours: choose another directory")
-    if _is_current(place, config, mark):
+    if is_current(drafter, place, keys):
         return False
+    config, mark = _wanted(drafter.resolve(), keys)
     place.parent.mkdir(parents=True, exist_ok=True)
     fresh = place.parent / f".{place.name}.new"
     remove_tree(fresh)
     fresh.mkdir()
-    for name, target in links.items():
+    for name, target in mark["links"].items():
         (fresh / name).symlink_to(target)
     write_json(fresh / "config.json", config)
     write_json(fresh / MARK, mark)
@@ -41,15 +35,9 @@ def write(drafter: Path, place: Path, keys: Mapping[str, Any]) -> bool:
     return True
 
 
-def source(place: Path) -> Path | None:
-    """The drafter behind an overlay; None where `place` is no overlay."""
-    mark = place / MARK
-    if not mark.is_file():
-        return None
-    return Path(str(read_json(mark, "mark of the overlay")["drafter"]))
-
-
-def _is_current(place: Path, config: dict[str, Any], mark: dict[str, Any]) -> bool:
+def is_current(drafter: Path, place: Path, keys: Mapping[str, Any]) -> bool:
+    """Whether `place` is what `write` would make."""
+    config, mark = _wanted(drafter.resolve(), keys)
     try:
         return (
             json.loads((place / "config.json").read_text(encoding="utf-8")) == config
@@ -58,3 +46,27 @@ def _is_current(place: Path, config: dict[str, Any], mark: dict[str, Any]) -> bo
         )
     except (OSError, ValueError):
         return False
+
+
+def merged(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with `keys` in it; of a key that is an object in both, the inner keys."""
+    result = dict(config)
+    for key, value in keys.items():
+        old = result.get(key)
+        result[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
+
+
+def _wanted(source: Path, keys: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(config.json, mark) of an overlay of `source`."""
+    config = merged(read_json(source / "config.json", "config"), keys)
+    links = {item.name: str(item) for item in sorted(source.iterdir()) if item.name != "config.json"}
+    return config, {"drafter": str(source), "keys": dict(keys), "links": links}
+
+
+def source(place: Path) -> Path | None:
+    """The drafter behind an overlay; None where `place` is no overlay."""
+    mark = place / MARK
+    if not mark.is_file():
+        return None
+    return Path(str(read_json(mark, "mark of the overlay")["drafter"]))

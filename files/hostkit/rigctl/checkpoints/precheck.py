@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rigctl.checkpoints import overlay, record
 from rigctl.checkpoints.engines import Engine
@@ -18,10 +19,41 @@ from rigctl.checkpoints.manifest import FileHasher, walk
 from rigctl.checkpoints.record import Record
 from rigctl.checkpoints.verify import hash_file
 from rigctl.cli import RigctlError
-from rigctl.specification import Specification
 
 
-def published(specification: Specification) -> str:
+class Using(Protocol):
+    """The part of a run specification that names checkpoints. checkpoints: rig/units.py, used_checkpoints."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def engine(self) -> str: ...
+    @property
+    def release(self) -> str: ...
+    @property
+    def target_path(self) -> str: ...
+    @property
+    def drafter_path(self) -> str | None: ...
+    @property
+    def checkpoints(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A configuration with a drafter, before its unit is written. checkpoint_path: the drafter as it is published;
+    drafter_path: the same, or the overlay that the unit will read; environment: permissions the unit has."""
+
+    name: str
+    engine: str
+    release: str
+    target_path: str
+    drafter_path: str
+    checkpoint_path: str
+    checkpoints: Mapping[str, Any]
+    environment: Mapping[str, str]
+
+
+def published(specification: Using) -> str:
     """Target and drafter are recorded, and still as they were proved (size, mtime and inode of every file)."""
     said = []
     for name, path in _used(specification):
@@ -33,7 +65,7 @@ def published(specification: Specification) -> str:
     return "; ".join(said)
 
 
-def trusted_code(specification: Specification) -> str:
+def trusted_code(specification: Using) -> str:
     """`trust_remote_code` runs no Python file but those that the proved manifests list, byte for byte."""
     if not specification.checkpoints["trust_remote_code"]:
         return "none is trusted"
@@ -54,46 +86,71 @@ def trusted_code(specification: Specification) -> str:
     return f"{count} Python files have the digests of their manifests"
 
 
-def fits(specification: Specification, environment: Mapping[str, str] | None = None) -> str:
-    """The drafter fits its target on this engine release, and the unit has the variables that it needs.
-
-    environment: the engine's (default: this process's, which in a unit is the same).
-    """
+def fits(specification: Using) -> str:
+    """The drafter fits its target on this engine release, and the unit has the variables that it needs."""
     if specification.drafter_path is None:
         return "no drafter"
-    found = verdict(specification)
-    pair = f"{specification.drafter_path} for {specification.target_path}"
-    if found.refuse:
-        raise RigctlError(
-            f"{pair} on {specification.release}: {'; '.join(found.refuse)}; name another drafter in "
-            "inventory/serving.yaml, or mend its entry in inventory/checkpoints.yaml, and deploy"
-        )
-    given = os.environ if environment is None else environment
-    lacking = [f"{name}={value}" for name, value in found.environment.items() if given.get(name) != value]
-    if lacking:
-        raise RigctlError(
-            f"{pair} on {specification.release} needs {', '.join(lacking)}: "
-            f"put it into the environment of serving.{specification.name} and deploy"
-        )
+    found = verdict(specification, Path(specification.drafter_path))
+    hold(specification, found, os.environ)
     return "; ".join(found.lines())
 
 
-def identities(specification: Specification) -> dict[str, str]:
+def identities(specification: Using) -> dict[str, str]:
     """Name -> digest over all proved files of each checkpoint in use: another one, and what lies there is another."""
     return {name: _record(name, path).manifest.identity() for name, path in _used(specification)}
 
 
-def verdict(specification: Specification) -> Verdict:
-    """The verdict on a configuration's drafter. Raises RigctlError when there is nothing to judge."""
-    used = specification.checkpoints
-    target, drafter = Path(specification.target_path), Path(str(specification.drafter_path))
+def hold(specification: Using, found: Verdict, environment: Mapping[str, str]) -> None:
+    """Raise RigctlError unless the verdict lets a unit with these variables use the pair."""
+    pair = f"{specification.drafter_path} for {specification.target_path} on {specification.release}"
+    if found.refuse:
+        raise RigctlError(
+            f"{pair}: {'; '.join(found.refuse)}; name another drafter in inventory/serving.yaml, or mend its entry in "
+            "inventory/checkpoints.yaml, and deploy"
+        )
+    lacking = [f"{name}={value}" for name, value in found.environment.items() if environment.get(name) != value]
+    if lacking:
+        raise RigctlError(
+            f"{pair} needs {', '.join(lacking)}: put it into the environment of serving.{specification.name} and deploy"
+        )
+
+
+def verdict(specification: Using, drafter: Path, written: Mapping[str, Any] | None = None) -> Verdict:
+    """The verdict on a configuration's drafter; `written` as for fit.check."""
+    used, target = specification.checkpoints, Path(specification.target_path)
     context = used["context"] or read_model(target, with_tensors=False).number("max_position_embeddings")
     if context is None:
         raise RigctlError(
             f"{target}/config.json names no max_position_embeddings: set context_length in serving.yaml and deploy"
         )
     engine = Engine(specification.engine, used["version"])
-    return check(target, drafter, engine, context, training(used["training"]), name=used["target"])
+    trained = training(used["training"])
+    return check(target, drafter, engine, context, trained, name=used["target"], written=written)
+
+
+def judge(pair: Pair, *, write: bool) -> dict[str, Any]:
+    """One pair before its unit is written, as JSON: name, verdict, error (null: a unit may use it), and overlay (null:
+    it needs none; "absent", "current", "written").
+
+    write: make or renew the overlay; else a missing one is judged by what it will hold.
+    """
+    source, place = Path(pair.checkpoint_path), Path(pair.drafter_path)
+    found: dict[str, Any] = {"name": pair.name, "overlay": None, "error": None, "verdict": None}
+    try:
+        judged = verdict(pair, source)
+        if source != place:
+            keys = judged.keys
+            judged = verdict(pair, source, keys)
+            current = overlay.is_current(source, place, keys)
+            found["overlay"] = "current" if current else "absent"
+            if write and not current and not judged.refuse:
+                overlay.write(source, place, keys)
+                found["overlay"] = "written"
+        found["verdict"] = judged.to_json()
+        hold(pair, judged, pair.environment)
+    except RigctlError as error:
+        found["error"] = str(error)
+    return found
 
 
 def training(content: Mapping[str, Any] | None) -> Training:
@@ -112,7 +169,7 @@ def training(content: Mapping[str, Any] | None) -> Training:
     )
 
 
-def _used(specification: Specification) -> Iterator[tuple[str, Path]]:
+def _used(specification: Using) -> Iterator[tuple[str, Path]]:
     """Names and places of the checkpoints; of a drafter's overlay the checkpoint behind it."""
     yield specification.checkpoints["target"], Path(specification.target_path)
     if specification.drafter_path is not None:

@@ -135,6 +135,7 @@ class Spec:
     manifest: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)  # path -> sha256 known from elsewhere
     owner: str | None = None
     group: str | None = None
     read_only: bool = True
@@ -176,6 +177,9 @@ def parse(content: Any, where: str) -> Spec:
         raise RigctlError(f"{where}: retries and reserves cannot be negative")
     if spec.bandwidth_limit is not None and spec.bandwidth_limit <= 0:
         raise RigctlError(f"{where}: bandwidth_limit must be more than 0 bytes a second, or left out")
+    for path, digest in spec.digests.items():
+        if not re.fullmatch(r"[0-9a-f]{64}", digest):
+            raise RigctlError(f"{where}: digests: {path}: {digest!r} is not a sha256")
     _check_source(spec.source, where)
     return spec
 
@@ -211,12 +215,12 @@ def _build(kind: type[Any], content: Any, where: str) -> Any:
     for name, field in fields.items():
         if name in content:
             values[name] = _value(hints[name], content[name], f"{where}: {name}")
-        elif field.default is dataclasses.MISSING:
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise RigctlError(f"{where}: {name} is missing")
     return kind(**values)
 
 
-def _value(hint: Any, value: Any, where: str) -> Any:  # noqa: PLR0911 one return a kind of type
+def _value(hint: Any, value: Any, where: str) -> Any:  # noqa: PLR0911, PLR0912 one return a kind of type
     if hint is Source:
         if not isinstance(value, Mapping) or value.get("type") not in SOURCES:
             raise RigctlError(f"{where}: type must be one of {', '.join(SOURCES)}")
@@ -233,6 +237,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:  # noqa: PLR0911 one retur
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise RigctlError(f"{where}: must be a list of texts")
         return tuple(value)
+    if typing.get_origin(hint) is Mapping:
+        if not isinstance(value, Mapping) or not all(isinstance(item, str) for item in value.values()):
+            raise RigctlError(f"{where}: must be an object of texts")
+        return dict(value)
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type[Any], hint), value, where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

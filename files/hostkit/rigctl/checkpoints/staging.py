@@ -7,7 +7,7 @@ import os
 import pwd
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from rigctl.checkpoints import manifest as manifests
 from rigctl.checkpoints import record as records
 from rigctl.checkpoints import structure, verify
 from rigctl.checkpoints.http import GaveUp, Refused, UnansweredError
-from rigctl.checkpoints.manifest import Entry, Manifest, walk
+from rigctl.checkpoints.manifest import Entry, FileHasher, Manifest, walk
 from rigctl.checkpoints.paths import make_parents, remove_tree
 from rigctl.checkpoints.progress import Progress, human_bytes, human_seconds
 from rigctl.checkpoints.record import Record, State
@@ -164,7 +164,7 @@ class Job:
         """What the spec wants, if that is not what the record has."""
         source = self.spec.source
         wanted = self._pinned_manifest()
-        if wanted is not None and wanted.identity() != record.manifest.identity():
+        if wanted is not None and not wanted.describes(record.manifest):
             return wanted.revision or "another content"
         if not isinstance(source, HubSource | GeneratorSource):
             return None
@@ -182,7 +182,15 @@ class Job:
                 f"{self.spec.manifest} is of revision {manifest.revision}, the spec pins {source.revision}: "
                 "pin again to write the right manifest"
             )
-        return manifest.select(self.spec.include, self.spec.exclude)
+        return self._selected(manifest)
+
+    def _selected(self, manifest: Manifest) -> Manifest:
+        """The entry's files, with the digests that the entry knows of them."""
+        kept = manifest.select(self.spec.include, self.spec.exclude)
+        return kept.agreeing({path: known for path, known in self.spec.digests.items() if self._is_selected(path)})
+
+    def _is_selected(self, path: str) -> bool:
+        return manifests.is_selected(path, self.spec.include, self.spec.exclude)
 
     def _manifest(self, source: FileSource | TreeSource | None = None) -> Manifest | None:
         """The pinned manifest, or what the source lists; None where only the finished files tell."""
@@ -190,7 +198,7 @@ class Job:
         if pinned is not None:
             return pinned
         listed = (source or self.source).listing()
-        return listed.select(self.spec.include, self.spec.exclude) if listed is not None else None
+        return self._selected(listed) if listed is not None else None
 
     def _occupied(self) -> bool:
         """Whether the destination holds anything that is not ours to replace."""
@@ -231,6 +239,7 @@ class Job:
     def _take_uncompared(self, why: RigctlError) -> Outcome:
         """Adopt what is loadable by its own headers, index and code files when nobody tells what it shall be."""
         faults = structure.check(self.destination, self.spec.kind).errors
+        faults += differing(self.destination, self.spec.digests)
         if faults:
             raise RigctlError(
                 f"{self.destination} exists, was not made by this program, and cannot be loaded as it is:\n  "
@@ -650,6 +659,18 @@ def by_size(root: Path, manifest: Manifest) -> Report:
         elif place.stat().st_size != entry.size:
             report.damaged[entry.path] = f"{place.stat().st_size} bytes, the manifest says {entry.size}"
     return report
+
+
+def differing(root: Path, digests: Mapping[str, str]) -> list[str]:
+    """Files that have not the sha256 that is known of them."""
+    faults = []
+    for path, sha256 in digests.items():
+        place = root / path
+        if not place.is_file():
+            faults.append(f"{path} is missing")
+        elif (found := verify.hash_file(place, FileHasher("sha256", 0))[0]) != f"sha256:{sha256}":
+            faults.append(f"{path} has {found}, {sha256} is known of this revision")
+    return faults
 
 
 def half_copied(root: Path, manifest: Manifest, report: Report) -> str:
