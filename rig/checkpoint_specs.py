@@ -28,7 +28,6 @@ from rig.hostplan import HostPlan
 from rigctl.checkpoints import manifest as manifests
 
 HOSTKIT = ROOT / "files" / "hostkit" / "rigctl"
-MANIFESTS = INVENTORY / "manifests"
 
 
 def specification_path(name: str) -> str:
@@ -123,7 +122,7 @@ def _gets_token(plan: HostPlan, entry: Checkpoint) -> bool:
 
 def local_manifest(name: str) -> Path:
     """Where the repository keeps a pinned revision's manifest."""
-    return MANIFESTS / f"{name}.json"
+    return INVENTORY / "manifests" / f"{name}.json"
 
 
 def has_manifest(name: str, entry: Checkpoint) -> bool:

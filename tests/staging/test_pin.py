@@ -52,7 +52,7 @@ def inventory(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path
     (root / "checkpoints.yaml").write_text(KNOWN.replace("ENDPOINT", hub.address))
     monkeypatch.setattr(pin, "CATALOGUE", root / "checkpoints.yaml")
     monkeypatch.setattr(pin, "load_catalog", _Fresh(root))
-    monkeypatch.setattr(checkpoint_specs, "MANIFESTS", root / "manifests")
+    monkeypatch.setattr(checkpoint_specs, "INVENTORY", root)
     return root
 
 

@@ -98,12 +98,13 @@ def test_a_wrong_source_is_named_with_its_key(tmp_path: Path, source: dict[str, 
 def test_a_manifest_counts_for_the_revision_it_is_of(
     host: HostPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_specs, "MANIFESTS", tmp_path)
+    monkeypatch.setattr(checkpoint_specs, "INVENTORY", tmp_path)
+    (tmp_path / "manifests").mkdir()
     plan = with_source(host, HUB)
     assert "manifest" not in checkpoint_specs.specification(plan, "x")
     files = [{"path": "config.json", "size": 2, "sha256": "1" * 64}]
     content = {"format": 1, "source": "hub:lab/tiny", "revision": COMMIT, "files": files}
-    (tmp_path / "x.json").write_text(json.dumps(content))
+    (tmp_path / "manifests" / "x.json").write_text(json.dumps(content))
     assert checkpoint_specs.specification(plan, "x")["manifest"] == "/etc/kimi-rig/manifests/x.json"
     assert checkpoint_specs.wanted_identity("x", plan.checkpoints["x"]) is None  # its revision says it
     web = with_source(host, {"kind": "http", "url": "http://files.example.com"})

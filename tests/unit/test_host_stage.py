@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rig.catalog import ROOT, load_catalog
-from rig.checkpoint_specs import expected_bytes
+from rig.checkpoint_specs import expected_bytes, revision
 from rig.explain import explain_json
 from rig.explain_command import main as explain_main
 from rig.facts.host import parse_host
@@ -172,7 +172,8 @@ def test_a_manifest_says_better_than_the_catalogue(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("rig.checkpoint_specs.INVENTORY", tmp_path)
     assert expected_bytes("kimi-k2.5-int4", entry) == 595_200_000_000
     (tmp_path / "manifests").mkdir()
-    (tmp_path / "manifests/kimi-k2.5-int4.json").write_text('{"files": [{"size": 7}, {"size": 5}]}')
+    listed = {"revision": revision(entry), "files": [{"size": 7}, {"size": 5}]}
+    (tmp_path / "manifests/kimi-k2.5-int4.json").write_text(json.dumps(listed))
     assert expected_bytes("kimi-k2.5-int4", entry) == 12
     assert expected_bytes("custom-drafter", load_catalog().checkpoints["custom-drafter"]) is None
 
