@@ -37,8 +37,11 @@ def minimum_driver(releases: Iterable[Release]) -> str:
     return max(versions, key=lambda version: parse_version(version) or (), default="0")
 
 
-def driver_step(facts: HostFacts, minimum: str, *, upgrade: bool, engine_runs: bool) -> DriverStep:
-    """Decide from the facts. upgrade: the operator asked for it (host data driver_upgrade)."""
+def driver_step(facts: HostFacts, minimum: str, *, upgrade: bool, in_use: bool) -> DriverStep:
+    """Decide from the facts. upgrade: the operator asked for it (host data driver_upgrade).
+
+    in_use: an engine of ours runs, or some process holds memory of a card.
+    """
     driver = facts.driver
     if not facts.gpus or facts.container not in (None, "none"):
         return DriverStep(
@@ -53,9 +56,9 @@ def driver_step(facts: HostFacts, minimum: str, *, upgrade: bool, engine_runs: b
     wrong = _wrong(facts, minimum)
     if wrong is None:
         return DriverStep(Action.KEEP, f"driver {driver.version} works and is kept")
-    if not upgrade or engine_runs:
+    if not upgrade or in_use:
         what = (
-            "an engine runs: stop it first"
+            "the cards are in use: stop what uses them first"
             if upgrade
             else "it is not changed unasked: set driver_upgrade for this host"
         )

@@ -24,6 +24,7 @@ SYSCTL = "/etc/sysctl.d/90-kimi-rig.conf"
 TMPFILES = "/etc/tmpfiles.d/kimi-rig.conf"
 UDEV = "/etc/udev/rules.d/60-kimi-rig.rules"
 GOVERNORS = "/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor"
+NEEDRESTART = "/etc/needrestart/conf.d/kimi-rig.conf"
 ENTRIES = "$(ls -d /boot/loader/entries/*.conf /boot/efi/loader/entries/*.conf /efi/loader/entries/*.conf 2>/dev/null)"
 ACS_SCRIPT = f"{layout.INSTALL}/libexec/kimi-acs"
 POWER_UNIT = "kimi-power-limit.service"
@@ -80,12 +81,14 @@ def host_files(settings: HostSettings, facts: HostFacts) -> list[HostFile]:
         files.append(HostFile(f"{layout.UNITS}/{ACS_UNIT}", acs_unit_text()))
     if settings.power_limit_w is not None:
         files.append(HostFile(f"{layout.UNITS}/{POWER_UNIT}", power_unit_text(settings.power_limit_w)))
+    if "needrestart" in facts.packages:
+        files.append(HostFile(NEEDRESTART, needrestart_text()))
     return files
 
 
 def unwanted_files(wanted: Iterable[HostFile]) -> list[str]:
     """Paths of ours that the settings no longer need. KERNEL_CMDLINE is the system's and never removed."""
-    ours = [GRUB_DROP_IN, MODPROBE, SYSCTL, TMPFILES, UDEV, ACS_SCRIPT]
+    ours = [GRUB_DROP_IN, MODPROBE, SYSCTL, TMPFILES, UDEV, NEEDRESTART, ACS_SCRIPT]
     ours += [f"{layout.UNITS}/{unit}" for unit in (ACS_UNIT, POWER_UNIT)]
     kept = {one.path for one in wanted}
     return [path for path in ours if path not in kept]
@@ -158,6 +161,14 @@ def udev_text(schedulers: Mapping[str, str]) -> str:
         for name, scheduler in schedulers.items()
     ]
     return HEADER + "".join(rules)
+
+
+def needrestart_text() -> str:
+    """Perl that needrestart reads: an upgraded library must not restart an engine that loads for half an hour.
+
+    Ubuntu's needrestart restarts services by itself, also after an unattended upgrade (needrestart.conf, override_rc).
+    """
+    return f"{HEADER}$nrconf{{override_rc}}{{qr(^kimi-)}} = 0;\n1;\n"
 
 
 def acs_unit_text() -> str:

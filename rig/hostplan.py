@@ -25,6 +25,7 @@ from rig.catalog import (
     Checkpoint,
     Configuration,
     HostPath,
+    HubSource,
     Package,
     Release,
     Text,
@@ -43,6 +44,9 @@ from rig.yaml_source import CatalogError
 # The interpreter of each supported distribution (os-release ID-VERSION_ID), known before anything is installed.
 DISTRIBUTION_PYTHON = {"debian-12": "3.11", "ubuntu-24.04": "3.12"}
 
+
+HUB = "https://huggingface.co"
+"""Where a repository lies that names no endpoint (huggingface_hub's default)."""
 
 COMMAND_KEYS = {"bench_sweep", "bench_configurations", "rollback_to", "rollback_again"}
 """Read by tasks/benchmark.py and tasks/rollback.py, not part of a plan."""
@@ -183,12 +187,20 @@ def questions(data: Mapping[str, Any]) -> dict[str, Any]:
     paths = [host.ml_env, host.models, host.drafters]
     # A checkpoint may lie elsewhere: its space is then asked of its own folder.
     elsewhere = [path for path in folders if not any(path.startswith(f"{above}/") for above in paths)]
+    hubs: dict[str, list[str]] = {}
+    for name in names:
+        source = catalog.checkpoints[name].source
+        if isinstance(source, HubSource) and source.revision is not None:
+            folder = _checkpoint_path(catalog.checkpoints[name], host)
+            hubs.setdefault(source.endpoint or HUB, []).append(folder)
     return {
         "paths": [*paths, *elsewhere],
         "models": folders,
         "environments": host.ml_env,
         "toolkits": [host.cuda_home] if host.cuda_home else [],
         "probes": host.probes,
+        "hubs": {url: sorted(of) for url, of in sorted(hubs.items())},
+        "driver_source": next((keyring[0] for keyring in host.driver_keyring.values() if keyring), None),
     }
 
 

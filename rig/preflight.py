@@ -69,6 +69,8 @@ class Needs:
     """CUDA releases that bring no compiler, and for which the host has none that suits."""
     own_ports: frozenset[int] = frozenset()
     """Ports that services of ours listen on at present."""
+    must_reach: frozenset[str] = frozenset()
+    """URLs that the operator names; the others are sources of what is yet to be fetched."""
     may_reboot: bool = False
     driver_upgrade: bool = False
     """The host stage may replace the driver, so one that is too old is no error."""
@@ -174,7 +176,7 @@ def _driver(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
         yield replaced(
             "driver-proprietary",
             "Blackwell cards need the open kernel modules (sapcc/metal-images#399)",
-            "install nvidia-open in place of the proprietary modules",
+            "set driver_upgrade for this host, or install nvidia-open in place of the proprietary modules yourself",
         )
     if driver.version is None:
         yield _note("driver-none", "no NVIDIA driver is loaded", "the host stage installs it")
@@ -290,9 +292,9 @@ def _space(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Findi
                 f"{' and '.join(paths)} need {need / 1e9:,.0f} GB, {place.mount} has {place.free / 1e9:,.0f} GB free",
                 "free space there, or move the path (inventory/group_data)",
             )
-    for path in needs.space:
-        if path in facts.paths:
-            yield from _file_system(facts.paths[path])
+    for path, place in facts.paths.items():
+        if path in needs.space or path not in ("/", SHM):
+            yield from _file_system(place)
 
 
 def _file_system(place: DataPath) -> Iterator[Finding]:
@@ -318,7 +320,9 @@ def _system(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
             yield _warning("port", f"port {port} of {', '.join(names)} is taken", f"see `ss -ltnp sport = :{port}`")
     for url, why in facts.probes.items():
         if why is not None:
-            yield _error("source", f"{url} cannot be reached from the host: {why}", "check DNS, proxy and firewall")
+            severity = Severity.ERROR if url in needs.must_reach else Severity.WARNING
+            message = f"{url} cannot be reached from the host: {why}"
+            yield Finding(severity, "source", message, "check DNS, proxy and firewall")
     if facts.clock_synchronised is False:
         yield _warning("clock", "the clock is not synchronised", "start systemd-timesyncd or chrony")
     if facts.cpu.turin and (parse_version(facts.kernel or "") or (99,)) < (6, 17):
@@ -346,12 +350,18 @@ def _rivals(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
             "gpu-in-use", f"process {process.pid} ({process.name}) holds {process.memory_mib} MiB of {process.gpu_uuid}"
         )
     held = set(facts.holds) | set(facts.upgrade_blacklist)
+    if facts.unattended_upgrades and not _covered("linux-image", held):
+        yield _note(
+            "unattended-kernel",
+            "unattended upgrades may install a kernel: the next boot takes it, and the driver's module is built for it",
+            'put "linux-image" into Unattended-Upgrade::Package-Blacklist to keep this one',
+        )
     drivers = [name for name in facts.packages if re.match(r"nvidia-(open|driver|dkms)|cuda-drivers", name)]
     if facts.unattended_upgrades and any(not _covered(name, held) for name in drivers or ["nvidia-open"]):
         yield _warning(
             "unattended-upgrades",
             "unattended upgrades may change kernel and driver under a running engine",
-            "the host stage holds the driver; put linux-image and nvidia into Unattended-Upgrade::Package-Blacklist",
+            "the host stage holds a driver that it installs; put nvidia into Unattended-Upgrade::Package-Blacklist",
         )
 
 
@@ -367,6 +377,14 @@ def _settings(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Fi
         text = ", ".join(one.key for one in waiting)
         remedy = "`make reboot`" if needs.may_reboot else "allow it with --data reboot=yes, or reboot it yourself"
         yield _note("reboot", f"needs a reboot before serving: {text}", remedy)
+    if facts.virtualisation not in (None, "none") and facts.container in (None, "none"):
+        yield Finding(
+            Severity.WARNING if waiting and needs.may_reboot else Severity.NOTE,
+            "virtual",
+            f"this is a virtual machine ({facts.virtualisation}): IOMMU, ACS and links are its host's, and a provider "
+            "may not bring it back, or not with the same disks, after a reboot",
+            "ask the provider before `make reboot`",
+        )
     if facts.container not in (None, "none"):
         yield _note("container", f"this is a container ({facts.container}): kernel, driver and units are its host's")
     for one in decision.settings:

@@ -9,7 +9,7 @@ from pyinfra.api import deploy
 
 from rig import layout
 from rig.checkpoint_specs import expected_bytes
-from rig.driver import DriverStep, driver_step, minimum_driver
+from rig.driver import Action, DriverStep, driver_step, minimum_driver
 from rig.hostfiles import POWER_UNIT, HostFile, host_files, unwanted_files
 from rig.hostplan import HostPlan
 from rig.live import reboot_pending
@@ -28,19 +28,23 @@ def findings(plan: HostPlan) -> list[Finding]:
     """What the preflight says of this host and this plan."""
     running = running_configurations(plan)
     accounts, unknown = fits(plan)
+    kernels = [env.release.kernel for env in plan.environments.values() if env.release.kernel]
+    brought = {kernel.toolchain.cuda_home for kernel in kernels if kernel.toolchain.packages}
     needs = Needs(
         serving=plan.serving,
         releases={name: env.release for name, env in plan.environments.items()},
         space=space(plan),
         fits=accounts,
         not_accounted=unknown,
-        cuda_home=plan.data.cuda_home,
+        # One that a later stage installs is not there yet.
+        cuda_home=None if plan.data.cuda_home in brought else plan.data.cuda_home,
         without_nvcc=tuple(
             name
             for name, env in plan.environments.items()
             if env.release.accelerator == "cuda" and not env.carries_nvcc and not (env.cuda_home or env.release.kernel)
         ),
         own_ports=frozenset(plan.serving[name].listen.port for name in running),
+        must_reach=frozenset(plan.data.probes),
         may_reboot=plan.data.reboot == "yes",
         driver_upgrade=plan.data.driver_upgrade,
         accept_known_bad=frozenset(plan.data.accept_known_bad),
@@ -49,7 +53,9 @@ def findings(plan: HostPlan) -> list[Finding]:
 
 
 def space(plan: HostPlan) -> dict[str, int]:
-    """Bytes that a deploy has yet to write, by the path whose free space was read."""
+    """Bytes that a deploy has yet to write, by the path whose free space was read; nothing where none was."""
+    if not plan.facts.paths:
+        return {}
     asked = [path for path in plan.facts.paths if path not in ("/", SHM)]
     needed: dict[str, int] = {}
     for path, size in _yet_to_write(plan):
@@ -108,14 +114,16 @@ def running_configurations(plan: HostPlan) -> list[str]:
 def driver_decision(plan: HostPlan) -> DriverStep:
     """What is to be done about the driver."""
     minimum = minimum_driver(env.release for env in plan.environments.values())
-    running = bool(running_configurations(plan))
-    return driver_step(plan.facts, minimum, upgrade=plan.data.driver_upgrade, engine_runs=running)
+    in_use = bool(running_configurations(plan) or plan.facts.processes)
+    return driver_step(plan.facts, minimum, upgrade=plan.data.driver_upgrade, in_use=in_use)
 
 
 def reboot_reasons(plan: HostPlan, step: DriverStep) -> list[str]:
     """Why the host must reboot before it serves; empty when it need not."""
     waiting = [f"{one.key} = {one.value}" for one in reboot_pending(plan.decision.settings, plan.facts)]
-    return [*([step.reboot] if step.reboot else []), *waiting]
+    # What a driver that is only now installed needs is known, and marked, once it is there.
+    told = step.reboot is not None and step.action is not Action.INSTALL
+    return [*([step.reboot] if told and step.reboot else []), *waiting]
 
 
 def entries(files: list[HostFile]) -> list[Directory | File]:
@@ -146,13 +154,14 @@ def host(plan: HostPlan) -> None:
     if units:
         operations.enabled_now(name="Start the host's units, also at boot", units=units)
     why = reboot_reasons(plan, step)
-    if why and plan.data.reboot == "yes":
+    if (why or step.reboot) and plan.data.reboot == "yes":
         ports = sorted({entry.listen.port for entry in plan.serving.values()})
         operations.may_reboot(name="Look for running engines", names=list(plan.serving), ports=ports)
         operations.rebooted(name="Reboot", limit_seconds=REBOOT_SECONDS)
         operations.proved(name="Prove the new boot", settings=plan.decision.settings)
     else:
-        operations.asks_for_reboot(name="Mark what waits for a reboot", why=why)
+        installing = step.action is Action.INSTALL
+        operations.asks_for_reboot(name="Mark what waits for a reboot", why=why, installing=installing)
 
 
 if __name__ == "builtins":

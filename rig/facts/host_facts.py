@@ -6,7 +6,8 @@ parsers are typed, tested on recordings, and can be mended without touching a ho
 null with its reason under "unknown".
 
 The one argument is a JSON object: {"paths": [data paths], "models": [checkpoint folders], "environments": folder,
-"toolkits": [CUDA toolkit folders], "probes": [URLs], "timeout": seconds}.
+"toolkits": [CUDA toolkit folders], "probes": [URLs], "hubs": {URL: [folders of checkpoints from there]},
+"driver_source": URL, "timeout": seconds}.
 """
 
 from __future__ import annotations
@@ -458,6 +459,18 @@ def probes(urls: list[str]) -> dict[str, str | None]:
         return dict(zip(urls, pool.map(probe, urls), strict=True))
 
 
+def sources(options: dict[str, Any], devices: list[dict[str, Any]]) -> list[str]:
+    """URLs to probe: those asked for, and the sources of what is yet to be fetched."""
+    hubs = [
+        url
+        for url, folders in sorted(options.get("hubs", {}).items())
+        if not all(glob.glob(os.path.join(glob.escape(folder), "*.safetensors")) for folder in folders)
+    ]
+    cards = any((one["class"] or "").startswith("0x03") for one in devices)
+    bare = cards and not os.path.exists("/sys/module/nvidia/version") and options.get("driver_source")
+    return list(dict.fromkeys([*options.get("probes", []), *hubs, *([options["driver_source"]] if bare else [])]))
+
+
 def section(name: str, reader: Callable[..., Any], *arguments: Any) -> Any:
     """A reader's value; whatever goes wrong in it costs this section and no other."""
     try:
@@ -472,6 +485,7 @@ def collect(options: dict[str, Any]) -> dict[str, Any]:
     begin = time.monotonic()
     limit = options.get("timeout", 20)
     table = section("mounts", mounts) or []
+    devices = section("pci", pci) or []
     facts = {
         "schema": SCHEMA,
         "uid": os.geteuid(),
@@ -480,7 +494,7 @@ def collect(options: dict[str, Any]) -> dict[str, Any]:
         "files": files(),
         "exists": [path for path in EXISTS if os.path.exists(path)],
         "commands": section("commands", commands, limit) or {},
-        "pci": section("pci", pci) or [],
+        "pci": devices,
         "cpu": section("cpu", cpus) or {},
         "iommu": section("iommu", iommu) or {},
         "paths": [
@@ -516,7 +530,7 @@ def collect(options: dict[str, Any]) -> dict[str, Any]:
         "ports": section("ports", ports),
         "secure_boot": section("secure_boot", secure_boot),
         "glibc": section("glibc", os.confstr, "CS_GNU_LIBC_VERSION"),
-        "probes": section("probes", probes, options.get("probes", [])) or {},
+        "probes": section("probes", probes, sources(options, devices)) or {},
     }
     facts["unknown"] = unknown
     facts["seconds"] = round(time.monotonic() - begin, 3)

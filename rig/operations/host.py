@@ -28,7 +28,15 @@ from rig.settings import Setting
 INITRAMFS = "if command -v update-initramfs >/dev/null; then update-initramfs -u -k all >/dev/null; fi"
 # PID 1's start differs between two boots also in a container, which shares its host's boot id.
 BOOT_IDENTITY = "cat /proc/sys/kernel/random/boot_id && cut -d' ' -f22 /proc/1/stat"
-APT = "DEBIAN_FRONTEND=noninteractive apt-get -qy -o DPkg::Lock::Timeout=300"
+HEADERS = '"linux-headers-$(uname -r)"'
+DRIVER_PARTS = "sed -n 's/^Inst \\([^ ]*\\).*/\\1/p' | grep -E 'nvidia|^cuda-drivers' || true"
+LOADED = "/sys/module/nvidia/version"
+INSTALLED = " is installed"
+NOT_BUILT = (
+    "the driver's packages are installed, and there is no nvidia module for this kernel: see `dkms status` and "
+    "/var/lib/dkms/nvidia/*/build/make.log; deploy again once it is built"
+)
+APT = "DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l apt-get -qy -o DPkg::Lock::Timeout=300"
 
 
 @operation()
@@ -72,18 +80,28 @@ def driver(step: DriverStep, packages: Sequence[str], keyring: Sequence[str]) ->
         yield from refuse(f"{step.reason}, and host data driver_keyring and driver_packages name none for this system")
         return
     note(f"{step.reason}: install {', '.join(packages)}")
-    names = " ".join(packages)
+    names = " ".join(map(shlex.quote, packages))
     yield script(
         "dpkg --configure -a >/dev/null",
         *repository_added(keyring),
+        # What an earlier deploy held, and nothing that the operator holds.
+        f'for p in $(apt-mark showhold); do ! grep -qxF "package $p" {layout.CREATED} || apt-mark unhold $p; done '
+        ">/dev/null",
         f"apt-mark unhold {names} >/dev/null 2>&1 || true",
         # Not those that the operator has: they are upgraded, and stay at an uninstall.
-        remember_packages(packages, '"linux-headers-$(uname -r)"'),
-        f'{APT} install --no-install-recommends "linux-headers-$(uname -r)" {names} >/dev/null 8>&-',
-        f"apt-mark hold {names} >/dev/null",
-        # A card that nouveau holds is given up at the next boot only.
-        "modprobe nvidia && modprobe nvidia_uvm || "
-        f"{{ mkdir -p /run/kimi-rig; echo 'the new driver could not be loaded' >> {layout.REBOOT_PENDING}; }}",
+        remember_packages(packages, HEADERS),
+        f"d=$(apt-get -s install --no-install-recommends {names} {HEADERS} | {DRIVER_PARTS})",
+        f"{APT} install --no-install-recommends {HEADERS} {names} >/dev/null 8>&-",
+        # All parts: an upgrade of one library alone is a driver/library mismatch.
+        f"apt-mark hold {names} $d >/dev/null",
+        "disk=$(modinfo -F version nvidia 2>/dev/null || true)",
+        f'[ -n "$disk" ] || {{ echo {shlex.quote(NOT_BUILT)} >&2; exit 1; }}',
+        # A card that nouveau holds is given up at the next boot only; an older driver stays until then.
+        f"[ -e {LOADED} ] || {{ modprobe nvidia && modprobe nvidia_uvm; }} 2>/dev/null || true",
+        f"loaded=$(cat {LOADED} 2>/dev/null || true)",
+        # In the words of rig/driver.py, which the next plan finds.
+        'why="${loaded:+driver }${loaded:-no driver} is loaded, $disk is installed"',
+        f'[ "$loaded" = "$disk" ] || {{ mkdir -p {layout.RUNTIME}; echo "$why" > {layout.REBOOT_PENDING}; }}',
     )
 
 
@@ -141,9 +159,14 @@ def enabled_now(units: Sequence[str]) -> Commands:
 
 
 @operation()
-def asks_for_reboot(why: Sequence[str]) -> Commands:
-    """The mark that keeps serving units from starting: a file in /run, one reason a line, gone after a boot."""
+def asks_for_reboot(why: Sequence[str], installing: bool = False) -> Commands:
+    """The mark that keeps serving units from starting: a file in /run, one reason a line, gone after a boot.
+
+    installing: this deploy installs a driver, and only afterwards knows whether it could be loaded.
+    """
     there = host.get_fact(Lines, script=f"cat {layout.REBOOT_PENDING}")
+    if installing:
+        why = [*(line for line in there if line.endswith(INSTALLED) and line not in why), *why]
     if list(there) == list(why):
         host.noop("a reboot is asked for" if why else "no reboot is asked for")
         return

@@ -59,14 +59,16 @@ def paths_removed() -> Commands:
         note(f"{path} is removed")
     if arguments or removal.boot_refreshes(files):
         notice("kernel arguments and module options of ours stay in force until the next boot")
-    lines = [f"rm -rf --one-file-system -- {shlex.quote(path)}" for path in trees]
+    # First: it reads the list of our arguments, which is among the files.
+    lines = removal.kernel_command_line() if arguments else []
+    lines += [f"rm -rf --one-file-system -- {shlex.quote(path)}" for path in trees]
     for path in files:
         lines.append(
             f"rm -f -- {shlex.quote(path)} {shlex.quote(f'{path}.kimi-rig')} {shlex.quote(removal.temporaries(path))}*"
         )
     # Our state lies in none of them but is removed last, so that an interrupted uninstall can go on.
     lines += [f"rmdir -- {shlex.quote(path)}" for path in directories if path != layout.STATE]
-    lines += [*(removal.kernel_command_line() if arguments else []), *removal.boot_refreshes(files)]
+    lines += removal.boot_refreshes(files)
     yield script(*lines)
 
 
@@ -86,8 +88,8 @@ def packages_removed() -> Commands:
     keep_config = [name for name in gone if name in created.names("package-keep-config")]
     purge = [name for name in gone if name not in keep_config]
     apt = (
-        "DEBIAN_FRONTEND=noninteractive apt-get -qy -o DPkg::Lock::Timeout=300 -o APT::Get::AutomaticRemove=false "
-        "--allow-change-held-packages"
+        "DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l apt-get -qy -o DPkg::Lock::Timeout=300 "
+        "-o APT::Get::AutomaticRemove=false --allow-change-held-packages"
     )
     yield script(
         "dpkg --configure -a >/dev/null 2>&1 || true",

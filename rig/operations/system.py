@@ -26,7 +26,10 @@ def packages(names: Sequence[str]) -> Commands:
         return
     note(f"packages to install: {', '.join(missing)}")
     quoted = " ".join(map(shlex.quote, missing))
-    apt = "DEBIAN_FRONTEND=noninteractive apt-get -qy -o DPkg::Lock::Timeout=300 -o APT::Keep-Downloaded-Packages=false"
+    apt = (
+        "DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l apt-get -qy -o DPkg::Lock::Timeout=300 "
+        "-o APT::Keep-Downloaded-Packages=false"
+    )
     yield script(
         # A dpkg that was killed half-way is finished first.
         "dpkg --configure -a >/dev/null",

@@ -95,7 +95,7 @@ def _target(name: str, data: dict[str, Any], folder: Path) -> Target:
         raise RunFailed(f"cannot be reached: {said[-1].strip()}")
     if deployed.stdout.strip() != "yes":
         raise RunFailed(f"no deploy has come to its end here ({layout.RECEIPT} is missing): deploy first, then verify")
-    result = host.run(HostReport().command({**questions(data), "probes": []}))
+    result = host.run(HostReport().command({**questions(data), "probes": [], "hubs": {}, "driver_source": None}))
     facts = HostReport().process(result.stdout.splitlines())
     if "host" in facts.unknown:
         raise RunFailed(facts.unknown["host"])

@@ -14,8 +14,8 @@ from tests.unit import host_archetypes as hosts
 SOUND = hosts.TURIN_DIRECT
 
 
-def action(facts: HostFacts, *, upgrade: bool = False, engine_runs: bool = False, minimum: str = "580.65.06") -> Action:
-    return driver_step(facts, minimum, upgrade=upgrade, engine_runs=engine_runs).action
+def action(facts: HostFacts, *, upgrade: bool = False, in_use: bool = False, minimum: str = "580.65.06") -> Action:
+    return driver_step(facts, minimum, upgrade=upgrade, in_use=in_use).action
 
 
 def test_a_working_driver_is_kept_also_when_an_upgrade_is_allowed() -> None:
@@ -33,13 +33,13 @@ def test_a_bare_host_gets_one() -> None:
 def test_a_driver_that_will_not_do_is_changed_only_when_asked_and_idle(driver: Driver) -> None:
     facts = replace(SOUND, driver=driver)
     assert action(facts) is Action.REFUSE
-    assert action(facts, upgrade=True, engine_runs=True) is Action.REFUSE
+    assert action(facts, upgrade=True, in_use=True) is Action.REFUSE
     assert action(facts, upgrade=True) is Action.INSTALL
 
 
 def test_an_installed_driver_waits_for_the_boot() -> None:
     for driver in (Driver(on_disk="590.48.01"), Driver("580.95.05", True, on_disk="590.48.01")):
-        step = driver_step(replace(SOUND, driver=driver), "570", upgrade=True, engine_runs=False)
+        step = driver_step(replace(SOUND, driver=driver), "570", upgrade=True, in_use=False)
         assert step.action is Action.KEEP
         assert step.reboot is not None
         assert "590.48.01 is installed" in step.reboot

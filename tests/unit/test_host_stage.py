@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from rig.catalog import ROOT, load_catalog
 from rig.checkpoint_specs import expected_bytes, revision
 from rig.explain import explain_json
 from rig.explain_command import main as explain_main
+from rig.facts import host_facts
 from rig.facts.host import parse_host
 from rig.facts.report import NO_PYTHON, HostReport
-from rig.hostplan import plan_from_facts, questions
+from rig.hostplan import host_plan, plan_from_facts, questions
+from rig.settings import HostSettings
 from rig.toolkit import toolkit_for
 from rig.topology import decide
 from rig.units import engine_environment
@@ -167,6 +170,11 @@ def test_a_bare_host_is_asked_for_the_space_of_what_it_has_yet_to_get() -> None:
     assert "/shared need 95 GB, /shared has 90 GB free" in {one.code: one.message for one in findings(plan)}["space"]
 
 
+def test_a_host_that_could_not_be_read_is_not_refused_for_what_is_not_known() -> None:
+    plan = replace(host_plan(data("sandbox"), "debian-12", HostSettings()), facts=HostReport().process([NO_PYTHON]))
+    assert {one.severity for one in findings(plan)} == {"warning"}
+
+
 def test_a_manifest_says_better_than_the_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = load_catalog().checkpoints["kimi-k2.5-int4"]
     monkeypatch.setattr("rig.checkpoint_specs.INVENTORY", tmp_path)
@@ -252,3 +260,16 @@ def test_the_script_finds_toolkits_and_what_staging_has_begun(tmp_path: Path) ->
     assert "/nowhere" not in facts.toolkits
     assert facts.environments == (f"{tmp_path}/env/vllm/abc",)
     assert 90_000 < facts.partial[f"{tmp_path}/model"] < 120_000
+
+
+def test_sources_are_probed_only_while_something_is_to_come_from_there(tmp_path: Path) -> None:
+    asked = questions(data("gpu"))
+    assert asked["hubs"] == {"https://huggingface.co": ["/shared/kimi-k2.5-int4"]}
+    assert asked["driver_source"].startswith("https://developer.download.nvidia.com/")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/a.safetensors").touch()
+    hubs = {"http://a": [f"{tmp_path}/here"], "http://b": [f"{tmp_path}/here", f"{tmp_path}/not"]}
+    options = {"probes": ["http://c"], "hubs": hubs, "driver_source": "http://d"}
+    card = {"class": "0x030200"}
+    assert host_facts.sources(options, []) == ["http://c", "http://b"]
+    assert host_facts.sources(options, [card])[-1] == "http://d"

@@ -148,3 +148,11 @@ def test_acs_script_fails_where_a_bridge_keeps_redirecting(tmp_path: Path) -> No
     assert done.returncode == 1
     assert "0000:11:00.0 still redirects" in done.stderr
     assert (tmp_path / "control/0000:10:01.1").read_text() == "0011\n"
+
+
+def test_needrestart_leaves_our_units_alone_where_it_is() -> None:
+    facts = replace(hosts.TURIN_DIRECT, packages={"needrestart": "3.6-7ubuntu4"})
+    files = {one.path: one.text for one in host_files(decide(facts).host, facts)}
+    assert body(files[hostfiles.NEEDRESTART]) == "$nrconf{override_rc}{qr(^kimi-)} = 0;\n1;\n"
+    assert hostfiles.NEEDRESTART not in texts()
+    assert hostfiles.NEEDRESTART in unwanted_files([])

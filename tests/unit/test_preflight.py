@@ -71,7 +71,8 @@ def test_a_bare_host_is_told_what_will_be_installed() -> None:
         (replace(hosts.bare(SOUND), secure_boot=True), "secure-boot", Severity.WARNING),
         (replace(SOUND, glibc=(2, 31)), "glibc", Severity.ERROR),
         (replace(SOUND, ports=(22, 8000)), "port", Severity.WARNING),
-        (replace(SOUND, probes={"https://models.example": "timed out"}), "source", Severity.ERROR),
+        (replace(SOUND, probes={"https://models.example": "timed out"}), "source", Severity.WARNING),
+        (replace(SOUND, virtualisation="kvm"), "virtual", Severity.NOTE),
         (replace(SOUND, clock_synchronised=False), "clock", Severity.WARNING),
         (replace(SOUND, kernel="6.8.0-79-generic"), "kernel-old", Severity.NOTE),
         (replace(SOUND, units={"gdm.service": Unit(True, True)}), "rival", Severity.WARNING),
@@ -150,6 +151,24 @@ def test_memory_that_does_not_suffice() -> None:
     assert codes(SOUND, replace(NEEDS, fits=(replace(small, context=150_000),)))["memory-tight"] is Severity.WARNING
     assert codes(SOUND, replace(NEEDS, fits=(replace(small, strict=False),)))["memory-tight"] is Severity.WARNING
     assert not {"memory-fit", "memory-tight"} & set(codes(SOUND, replace(NEEDS, fits=(replace(small, context=32768),))))
+
+
+def test_what_the_operator_names_must_be_reached() -> None:
+    unreachable = replace(SOUND, probes={"https://models.example": "timed out"})
+    needs = replace(NEEDS, must_reach=frozenset({"https://models.example"}))
+    assert codes(unreachable, needs)["source"] is Severity.ERROR
+
+
+def test_a_reboot_of_a_rented_machine_is_warned_of() -> None:
+    needs = replace(NEEDS, may_reboot=True)
+    assert codes(hosts.VIRTUAL, needs)["virtual"] is Severity.WARNING
+    assert "virtual" not in codes(replace(hosts.VIRTUAL, container="docker"), needs)
+
+
+def test_a_kernel_that_comes_by_itself_is_told() -> None:
+    facts = replace(SOUND, unattended_upgrades=True, holds=("nvidia-open",), packages={"nvidia-open": "1"})
+    assert codes(facts)["unattended-kernel"] is Severity.NOTE
+    assert "unattended-kernel" not in codes(replace(facts, upgrade_blacklist=("linux-image-",)))
 
 
 def test_overrides_are_said_and_checked() -> None:
