@@ -36,6 +36,8 @@ RELEASES = INVENTORY / "releases.yaml"
 RECIPES = LOCKS / "recipes.yaml"
 NEEDED_GB = {"cuda": 25, "cpu": 6}
 WRITTEN_YET = 2
+UNSTABLE = re.compile(" at 0x|rigctl-probe-")
+LONGEST = 200
 
 # CUDA release notes, "CUDA Toolkit and Corresponding Driver Versions": minor versions within one major are compatible,
 # so the oldest driver of the minor the wheels are built for is asked, not more.
@@ -64,24 +66,33 @@ class Facts:
         return cls(**json.loads(path.read_text())) if path.exists() else None
 
     def text(self) -> str:
-        """As recorded. Defaults that are objects of a process differ each time and are left out."""
-        options = {flag: default for flag, default in sorted(self.options.items()) if " at 0x" not in default}
+        """As recorded, without defaults that differ each time: addresses, the probe's own directory."""
+        options = {flag: default for flag, default in sorted(self.options.items()) if not UNSTABLE.search(default)}
         return json.dumps({"options": options, "metrics": sorted(self.metrics)}, indent=1) + "\n"
 
 
 def differences(old: Facts, new: Facts) -> list[str]:
     """What changed from one release to the next, one line a flag or metric."""
     gone, come = sorted(old.options.keys() - new.options.keys()), sorted(new.options.keys() - old.options.keys())
-    both = sorted(old.options.keys() & new.options.keys())
+    changed = [
+        flag
+        for flag in sorted(old.options.keys() & new.options.keys())
+        if old.options[flag] != new.options[flag] and not UNSTABLE.search(old.options[flag] + new.options[flag])
+    ]
     lines = [f"flag gone: {flag}" for flag in gone]
     lines += [f"flag new: {flag} (default {new.options[flag]})" for flag in come]
-    lines += [
-        f"default changed: {flag}: {old.options[flag]} -> {new.options[flag]}"
-        for flag in both
-        if old.options[flag] != new.options[flag] and " at 0x" not in old.options[flag] + new.options[flag]
-    ]
+    lines += [f"default changed: {flag}: {_change(old.options[flag], new.options[flag])}" for flag in changed]
     lines += [f"metric gone: {name}" for name in sorted(set(old.metrics) - set(new.metrics))]
     return lines + [f"metric new: {name}" for name in sorted(set(new.metrics) - set(old.metrics))]
+
+
+def _change(old: str, new: str) -> str:
+    """From what to what; of whole configurations only the parts that differ."""
+    if len(old) + len(new) < LONGEST:
+        return f"{old} -> {new}"
+    before, after = old.split(", "), new.split(", ")
+    gone, come = ([part for part in one if part not in other] for one, other in ((before, after), (after, before)))
+    return f"{', '.join(gone) or 'nothing'} -> {', '.join(come) or 'nothing'}"
 
 
 def newest(package: str, releases: Mapping[str, Release]) -> str:
@@ -139,7 +150,12 @@ def recipe_line(name: str, package: str, version: str, like: str) -> str:
     entry = yaml.safe_load(RECIPES.read_text())["releases"].get(like, {})
     kept = {key: value for key, value in entry.items() if key != "until"}
     packages = [f"{package}=={version}" if one.startswith(f"{package}==") else one for one in entry.get("packages", ())]
-    text = yaml.safe_dump({name: {**kept, "packages": packages or [f"{package}=={version}"]}}, default_flow_style=None)
+    text = yaml.safe_dump(
+        {name: {**kept, "packages": packages or [f"{package}=={version}"]}},
+        sort_keys=False,
+        width=100,
+        default_flow_style=None,
+    )
     return "".join(f"  {line}\n" for line in text.splitlines())
 
 

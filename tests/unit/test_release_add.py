@@ -29,6 +29,10 @@ def test_what_changed_between_two_releases() -> None:
         "metric new: vllm:new",
     ]
     assert differences(NEW, NEW) == []
+    whole = [f"Config(x=1, same={'z' * 200}, y={value})" for value in (2, 3)]
+    assert differences(Facts({"-c": whole[0]}, []), Facts({"-c": whole[1]}, [])) == [
+        "default changed: -c: y=2) -> y=3)"
+    ]
     assert "--where" not in json.loads(NEW.text())["options"], "an address differs in every process"
 
 
