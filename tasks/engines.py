@@ -47,10 +47,10 @@ def variables(plan: HostPlan, release: str) -> dict[str, list[str]]:
 @deploy("Engines")
 def engines(plan: HostPlan) -> None:
     present(name="Copy locks and patches", entries=engine_inputs(plan))
+    undrifted(name="Look for drift", environments=list(plan.environments.values()))
     for name, env in plan.environments.items():
         cache = f"{plan.data.ml_env}/.cache"
         environment(name=f"Build the environment of {name}", env=env, cache=cache, wheels=plan.data.wheels)
-        undrifted(name=f"Look for drift in {name}", env=env)
         accepted(
             name=f"Ask {name} for its features and command lines",
             env=env,

@@ -72,25 +72,32 @@ def switch(path: str) -> list[str]:
 
 
 @operation()
-def undrifted(env: Environment) -> Commands:
-    """No file of the environment has changed since it was proved; nothing is repaired under a running engine."""
-    check = shlex.join([layout.RIGCTL, "drift", "check", "--env", env.path, "--lock", f"{env.path}/{LOCK}"])
-    series = f" --series {shlex.quote(f'{env.path}/{SERIES}')}" if env.release.patches else ""
-    # An environment that is yet to be built has no stamp.
-    built = f"[ ! -e {shlex.quote(f'{env.path}/{STAMP}')} ]"
-    findings = [
-        line.partition(": ")[2]
-        for line in host.get_fact(Lines, script=f"{built} || {check}{series}")
-        if line.startswith("drift: ")
-    ]
-    if findings:
-        more = f" and {len(findings) - 3} more" if len(findings) > 3 else ""
-        yield from refuse(
-            f"{env.path} has drifted: {'; '.join(findings[:3])}{more}. Undo it; or stop what runs from there, remove "
-            "the directory and deploy again"
-        )
-        return
-    host.noop(f"{env.name} is as it was installed")
+def undrifted(environments: Sequence[Environment]) -> Commands:
+    """No file of an environment has changed since it was proved; nothing is repaired under a running engine.
+
+    One that is yet to be built has nothing to compare. All at once: each takes a core for a second or two.
+    """
+    lines = host.get_fact(Lines, script=" & ".join([*map(_drift_check, environments), "wait"]))
+    drifted = False
+    for env in environments:
+        start = f"{env.name} drift: "
+        findings = [line.removeprefix(start) for line in lines if line.startswith(start)]
+        if findings:
+            drifted = True
+            more = f" and {len(findings) - 3} more" if len(findings) > 3 else ""
+            yield from refuse(
+                f"{env.path} has drifted: {'; '.join(findings[:3])}{more}. Undo it; or stop what runs from there, "
+                "remove the directory and deploy again"
+            )
+    if not drifted:
+        host.noop(f"{len(environments)} environments are as they were installed")
+
+
+def _drift_check(env: Environment) -> str:
+    check = [layout.RIGCTL, "drift", "check", "--env", env.path, "--lock", f"{env.path}/{LOCK}"]
+    check += ["--series", f"{env.path}/{SERIES}"] if env.release.patches else []
+    stamp = shlex.quote(f"{env.path}/{STAMP}")
+    return f"{{ [ ! -e {stamp} ] || {shlex.join(check)} | sed 's/^/{env.name} /'; }}"
 
 
 @operation()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,17 @@ def test_a_refusal_fails_the_deploy_and_is_asked_again(rigctl: Path) -> None:
     (rigctl / "code").write_text("0")
     assert apply(engines.accepted, **ASKED)
     assert not list((rigctl / "proofs").glob("*.new"))
+
+
+def test_drift_ends_the_deploy_and_is_named(rigctl: Path) -> None:
+    built = replace(ENV, path=str(rigctl / "env"))
+    absent = replace(ENV, name="vllm-0", path=str(rigctl / "absent"))
+    (rigctl / "answer").write_text("drift: file: sglang/x.py: changed since it was proved\nnote: nccl: y: z\n")
+    assert not apply(engines.undrifted, environments=[built, absent])
+    (rigctl / "env").mkdir()
+    (rigctl / "env/kimi-rig.json").write_text("{}")
+    with pytest.raises(PyinfraError):
+        apply(engines.undrifted, environments=[built, absent])
+    assert (rigctl / "calls").read_text() == "called\n" * 2, "at the plan and at the deploy, for the one that is there"
+    (rigctl / "answer").write_text("note: nccl: y: z\n")
+    assert not apply(engines.undrifted, environments=[built, absent])
