@@ -22,6 +22,34 @@ from rig.operations.common import Commands, note, remember, script
 SOURCE = ROOT / "files" / "hostkit"
 
 
+def _files() -> list[Path]:
+    """What is copied to the host, in the order that sort(1) gives in the C locale."""
+    found = [path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return sorted(found, key=lambda path: str(path.relative_to(SOURCE)))
+
+
+def _mode(path: Path) -> int:
+    return 0o755 if path.parent.name == "bin" else 0o644
+
+
+@cache
+def content_digest() -> str:
+    """What CONTENT prints on a host whose files are as they were installed: sha256 over modes, names and digests."""
+    names = [f"./{path.relative_to(SOURCE)}" for path in _files()]
+    lines = sorted(f"{_mode(path):o} {name}" for path, name in zip(_files(), names, strict=True))
+    for path, name in zip(_files(), names, strict=True):
+        lines.append(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}")
+    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
+
+
+_FOUND = "find . -type f ! -path '*/__pycache__/*' ! -name complete"
+CONTENT = (
+    f"export LC_ALL=C; {{ {_FOUND} -printf '%m %p\\n' | sort; {_FOUND} | sort | xargs -r sha256sum; }} | "
+    "sha256sum | cut -d' ' -f1"
+)
+"""Shell: the digest of the files in the present directory."""
+
+
 @cache
 def hostkit_archive() -> bytes:
     """files/hostkit as a tar.gz whose bytes depend on nothing but the files' names and content."""
@@ -30,15 +58,14 @@ def hostkit_archive() -> bytes:
         gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as zipped,
         tarfile.open(fileobj=zipped, mode="w", format=tarfile.USTAR_FORMAT) as tar,
     ):
-        for path in sorted(SOURCE.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts:
-                _add(tar, path)
+        for path in _files():
+            _add(tar, path)
     return buffer.getvalue()
 
 
 def _add(tar: tarfile.TarFile, path: Path) -> None:
     info = tarfile.TarInfo(str(path.relative_to(SOURCE)))
-    info.size, info.mode = path.stat().st_size, 0o755 if path.parent.name == "bin" else 0o644
+    info.size, info.mode = path.stat().st_size, _mode(path)
     with path.open("rb") as content:
         tar.addfile(info, content)
 
@@ -57,12 +84,16 @@ def installed(wheels: str | None = None) -> Commands:
     path = hostkit_path()
     current = f"{layout.HOSTKIT}/current"
     proof = f"[ -e {path}/complete ]"
-    state = host.get_fact(Lines, script=f"{proof} && echo complete; readlink {current}")
-    if state == ["complete", path]:
+    state = host.get_fact(
+        Lines, script=f"{proof} && cd {path} && echo complete && {{ {CONTENT}; }}; readlink {current}"
+    )
+    if state == ["complete", content_digest(), path]:
         host.noop(f"hostkit {path.rpartition('/')[2]} is the current one")
         return
-    note(f"hostkit {path.rpartition('/')[2]} is installed")
-    if "complete" not in state:
+    changed = "complete" in state and content_digest() not in state
+    why = "was changed on the host and is installed again" if changed else "is installed"
+    note(f"hostkit {path.rpartition('/')[2]} {why}")
+    if "complete" not in state or changed:
         unit = f"kimi-job-hostkit-{path.rpartition('/')[2]}"
         # A half-made one is made anew: `complete` is written last. Not under a job that is at work in it.
         unpack = f"rm -rf {path}; mkdir -p {path}; base64 -d | tar -xz --no-same-owner -C {path}"

@@ -78,6 +78,8 @@ def enabled_at_boot(wanted: str | None, units: Sequence[str]) -> Commands:
     enabled = {unit for unit, state in known.items() if state.get("UnitFileState") == "enabled"}
     surplus = sorted(enabled - {wanted})
     missing = [] if wanted is None or wanted in enabled else [wanted]
+    if wanted in enabled and known[wanted].get("ActiveState") in ("inactive", "failed"):
+        notice(f"{wanted} starts at boot and is stopped: a deploy starts nothing, `systemctl start {wanted}` does")
     if not surplus and not missing:
         host.noop(f"{wanted or 'no serving unit'} is started at boot")
         return

@@ -24,6 +24,8 @@ from rig.states import rolled_back, state_file, state_of
 from rig.yaml_source import CatalogError
 
 _NOT_ENFORCED = pytest.StashKey[dict[str, list[str]]]()
+_REMARKS = pytest.StashKey[list[str]]()
+"""What is no failure but shall be known."""
 _WARNINGS = pytest.StashKey[list[str]]()
 _TARGETS = pytest.StashKey[list["Target"]]()
 _HOSTS = pytest.StashKey[dict[str, str | None]]()
@@ -54,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_NOT_ENFORCED] = {}
+    config.stash[_NOT_ENFORCED], config.stash[_REMARKS] = {}, []
     config.stash[_WARNINGS] = []
 
 
@@ -182,7 +184,15 @@ def warnings(request: pytest.FixtureRequest) -> list[str]:
     return request.config.stash[_WARNINGS]
 
 
+@pytest.fixture
+def remarks(request: pytest.FixtureRequest) -> list[str]:
+    """Lines that are told at the end of the run."""
+    return request.config.stash[_REMARKS]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for remark in config.stash[_REMARKS]:
+        terminalreporter.write_line(remark)
     for name, limits in config.stash[_NOT_ENFORCED].items():
         terminalreporter.write_line(f"{name}: set, not enforced in this box: {', '.join(limits)}")
     for warning in config.stash[_WARNINGS]:

@@ -180,12 +180,14 @@ def test_no_stray_units(target: Target) -> None:
     assert not strays, f"units of no configuration: {', '.join(sorted(strays))}"
 
 
-def test_what_runs(target: Target, configuration: str) -> None:
+def test_what_runs(target: Target, configuration: str, remarks: list[str]) -> None:
     """A stopped configuration is fine; one that runs must be the deployed one, answer, and be kimi's alone."""
     unit = layout.unit_name(configuration)
     properties = target.host.service(unit).systemd_properties
     assert properties["ActiveState"] != "failed", f"{unit} failed: {properties['StatusText']}"
     if properties["ActiveState"] != "active":
+        if target.plan.data.enable_at_boot == configuration:
+            remarks.append(f"{target.name}: {unit} starts at boot and is {properties['ActiveState']}")
         return
     started = json_of(target.host, f"/run/kimi-rig/{configuration}/started.json")
     digest = target.state["units"][configuration]

@@ -28,6 +28,16 @@ TAMPERED = [
         "kimi-vllm-base.service: content differs",
     ),
     ("chmod 0777 /opt/kimi-rig", "/opt/kimi-rig: 0777", "/opt/kimi-rig: mode 0777 (not 0755)"),
+    (
+        "chown kimi /etc/kimi-rig/locks",
+        "/etc/kimi-rig/locks: 0755 kimi:root",
+        "/etc/kimi-rig/locks: owner kimi (not root)",
+    ),
+    (
+        "echo '# mine' >> /opt/kimi-rig/hostkit/current/rigctl/cli.py",
+        "rigctl/cli.py: content differs",
+        "was changed on the host and is installed again",
+    ),
     ("rm /usr/local/bin/rigctl", "/usr/local/bin/rigctl is missing", "/usr/local/bin/rigctl is missing"),
     ("apt-get purge -qqy rsync >/dev/null 2>&1", "packages are missing: rsync", "packages to install: rsync"),
     (

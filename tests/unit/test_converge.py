@@ -198,6 +198,15 @@ def test_a_plan_of_a_bare_host_lists_what_is_missing(tmp_path: Path) -> None:
     assert target.exists()
 
 
+def test_a_unit_that_starts_at_boot_and_is_stopped_is_told(tmp_path: Path) -> None:
+    shown = ["Id=kimi-vllm-base.service", "LoadState=loaded", "ActiveState=inactive", "UnitFileState=enabled"]
+    data = [*GPU_DATA, "--pyinfra=--data", "--pyinfra=enable_at_boot=vllm-base"]
+    host = fake("one", **{"systemctl show --property": {"stdout": shown}})
+    told = "note: kimi-vllm-base.service starts at boot and is stopped: a deploy starts nothing"
+    assert told in wrapper("plan", inventory(tmp_path, host), *data).stdout
+    assert told not in wrapper("plan", inventory(tmp_path, host), *GPU_DATA).stdout
+
+
 def test_exit_codes_of_a_plan() -> None:
     change = Change("a", "Install packages", ["packages to install: x"])
     refusal = Change("a", "Stage", ["refused: not there"])
