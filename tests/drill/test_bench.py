@@ -43,7 +43,7 @@ SWEEPS: dict[str, dict[str, Any]] = {
 }
 # Rounds in which something else takes the processors, by concurrency: the first is cold; every other one is slow.
 HOGGED = {1: {1}, 2: {2, 4, 6}}
-HOGS = 8
+HOGS = 6
 
 
 @dataclass

@@ -196,3 +196,8 @@ def test_command_line(environment: Environment, capsys: pytest.CaptureFixture[st
     assert json.loads(capsys.readouterr().out)["findings"][0]["where"] == "sitecustomize.py"
     assert cli.main(["drift", "check", *where, "--lock", "/nonexistent"]) == 1
     assert "/nonexistent: No such file" in capsys.readouterr().err
+
+
+def test_a_lock_for_several_interpreters_is_read_for_this_one() -> None:
+    text = "one==1 ; sys_platform == 'win32' \\\n    --hash=sha256:0\ntwo[x]==2 ; python_version >= '3' \\\nTwo_b==3\n"
+    assert drift.read_lock(text) == {"two": "2", "two-b": "3"}

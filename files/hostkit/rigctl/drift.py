@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from packaging.markers import Marker
+
 from rigctl import patches
 from rigctl.cli import RigctlError
 from rigctl.installed import Distribution, distributions, normalised, site_packages
@@ -34,7 +36,7 @@ FLASHINFER = ("flashinfer-python", "flashinfer-cubin", "flashinfer-jit-cache")
 BYTECODE = re.compile(r"(^|/)__pycache__/")
 RECORD_ERRORS = Path(__file__).with_name("record_errors.toml")
 UNRECORDED = re.compile(r"(^|/)__pycache__/|\.dist-info/|^_virtualenv\.(py|pth)$")
-PINNED = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?==([^\s;\\]+)", re.MULTILINE)
+PINNED = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?==([^\s;\\]+)(?:\s*;([^\\\n]*))?", re.MULTILINE)
 
 Digests = dict[str, dict[str, str | None]]
 Stamp = dict[str, list[int]]
@@ -54,8 +56,12 @@ class Finding:
 
 
 def read_lock(text: str) -> dict[str, str]:
-    """Name and version of every package that a lock file pins."""
-    return {normalised(name): version for name, version in PINNED.findall(text)}
+    """Name and version of every package that a lock file pins for this interpreter's version and platform."""
+    return {
+        normalised(name): version
+        for name, version, marker in PINNED.findall(text)
+        if not marker.strip() or Marker(marker).evaluate()
+    }
 
 
 def compare_packages(installed: Iterable[tuple[str, str]], locked: Mapping[str, str]) -> list[Finding]:
