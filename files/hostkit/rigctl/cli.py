@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; 0 done, 1 failed with a message on stderr, 2 wrong usage."""
     parser = argparse.ArgumentParser(prog="rigctl", description="kimi-rig on this host.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in MODULES:
+    first = (argv if argv is not None else sys.argv[1:])[:1]
+    # Only what is asked for: the engines' clients take a while to import.
+    for name in first if first and first[0] in MODULES else MODULES:
         importlib.import_module(f"rigctl.{name}").register(subparsers)
     arguments = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], int] = arguments.run

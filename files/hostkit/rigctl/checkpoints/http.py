@@ -9,14 +9,17 @@ from __future__ import annotations
 import email.utils
 import random
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 import requests
 import urllib3
+from urllib3.connection import HTTPConnection
 
 from rigctl.checkpoints.manifest import Entry
 from rigctl.checkpoints.progress import Progress
@@ -29,6 +32,9 @@ CONNECT_TIMEOUT = 20.0  # seconds
 LONGEST_WAIT = 300.0  # seconds; a server may ask for less, not for more
 PROBE_BYTES = 8 << 20  # at most; they are fetched again, 0.001 % of the model
 PROBE_SECONDS = 3.0
+WASTE = 1 / 400  # share of a checkpoint that may lie in receive buffers
+SMALLEST_WINDOW, LARGEST_WINDOW = 256 << 10, 8 << 20  # bytes
+SO_RCVBUFFORCE = 33  # not in Python's socket module
 SWITCH_AFTER = 2  # failures without a byte before the next address is tried
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
@@ -79,6 +85,31 @@ class Bearer(requests.auth.AuthBase):
 Locate = Callable[[int], Location]  # attempt group 0, 1, ... -> address
 
 
+class Adapter(requests.adapters.HTTPAdapter):
+    """Connections whose receive buffers are at most `window` bytes (None: no limit)."""
+
+    def __init__(self, window: int | None) -> None:
+        self._window = window
+        super().__init__()
+
+    def init_poolmanager(self, *arguments: Any, **keys: Any) -> None:
+        """Hand the socket options on, also to connections by proxy."""
+        if self._window is not None:
+            keys["socket_options"] = [*HTTPConnection.default_socket_options, _receive_buffer(self._window)]
+        super().init_poolmanager(*arguments, **keys)
+
+
+def _receive_buffer(size: int) -> tuple[int, int, int]:
+    """The socket option; root may go beyond net.core.rmem_max (socket(7), SO_RCVBUFFORCE)."""
+    forced = (socket.SOL_SOCKET, SO_RCVBUFFORCE, size)
+    with socket.socket() as trial:
+        try:
+            trial.setsockopt(*forced)
+        except OSError:
+            return (socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+    return forced
+
+
 class HttpFetcher:
     """Fetches files for one job; one session a worker thread."""
 
@@ -117,8 +148,18 @@ class HttpFetcher:
         """This thread's session."""
         if not hasattr(self._local, "session"):
             self._local.session = requests.Session()
+            for scheme in ("http://", "https://"):
+                self._local.session.mount(scheme, Adapter(self._window()))
         session: requests.Session = self._local.session
         return session
+
+    def _window(self) -> int | None:
+        """Bytes of receive buffer a connection: what a kill loses of it is fetched again. None: as the kernel tunes it.
+
+        Only a small checkpoint, of which full buffers would be more than WASTE, gets less than a fast line can use.
+        """
+        share = int(self._progress.total * WASTE) // self._spec.workers
+        return max(share, SMALLEST_WINDOW) if 0 < share < LARGEST_WINDOW else None
 
     def open(self, location: Location, headers: dict[str, str]) -> requests.Response:
         """GET with the body left on the line; connection trouble is Transient."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import threading
@@ -14,6 +15,7 @@ from rigctl.checkpoints.progress import Progress
 from rigctl.checkpoints.verify import Cancelled, hash_file
 from rigctl.cli import RigctlError
 
+STEP = 16 << 20  # bytes after which they are sent to the disk
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -30,6 +32,18 @@ def disk_error(error: OSError, where: str) -> RigctlError:
     if error.errno in FULL:
         return DiskFull(f"{error.strerror} at {where}")
     return RigctlError(f"{error.filename or where} cannot be used: {error.strerror or error}")
+
+
+def start_writing(descriptor: int, offset: int, count: int) -> None:
+    """Have the kernel begin to write a range that is in its cache, so that the flush at the end has little left.
+
+    sync_file_range(2) with SYNC_FILE_RANGE_WRITE; where the C library lacks it nothing happens.
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(count), 2)
+
+
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
 class Limiter:
@@ -68,6 +82,7 @@ class Sink:
         self._progress = progress
         self._hasher = entry.hasher()
         self._descriptor = -1
+        self._begun = 0  # up to where the kernel was told to write
 
     def __enter__(self) -> Sink:
         self._descriptor = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -89,6 +104,7 @@ class Sink:
             self.offset = size
             self._progress.advance(size, fetched=False)
         os.lseek(self._descriptor, self.offset, os.SEEK_SET)
+        self._begun = self.offset
 
     def reload(self) -> None:
         """Take up what another program wrote to the part file."""
@@ -115,6 +131,9 @@ class Sink:
             raise self._disk_error(error) from error
         self._hasher.update(data)
         self.offset += len(data)
+        if self.offset - self._begun >= STEP:
+            start_writing(self._descriptor, self._begun, self.offset - self._begun)
+            self._begun = self.offset
         self._progress.advance(len(data))
 
     def _unless_stopped(self) -> None:
@@ -134,7 +153,7 @@ class Sink:
         self._progress.advance(-self.offset)
         os.ftruncate(self._descriptor, 0)
         os.lseek(self._descriptor, 0, os.SEEK_SET)
-        self.offset = 0
+        self.offset = self._begun = 0
         self._hasher = self.entry.hasher()
         self._note.unlink(missing_ok=True)
 

@@ -173,7 +173,6 @@ class Workplace:
         """Move a proved part into the tree."""
         place = make_parents(self.tree, entry.path)
         part.replace(place)
-        sync_directory(place.parent)
         seen = Seen.of(place.stat())
         self._note(entry, seen)
         return seen
@@ -189,6 +188,8 @@ class Workplace:
         """Give the tree its owner and mode and its final name; without `replace`, nothing is replaced."""
         remove_empty_directories(self.tree)
         settle(self.tree, record.read_only, uid, gid)
+        for directory, _, _ in os.walk(self.tree):
+            sync_directory(Path(directory))
         write_json(self._record, record.to_json())
         try:
             if replace:
