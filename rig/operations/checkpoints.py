@@ -36,9 +36,11 @@ def checkpoint(checkpoint_name: str, entry: Checkpoint, path: str, hub_token: bo
     """
     name, there = checkpoint_name, f"[ -e {shlex.quote(path)}/config.json ]"
     status = f"{layout.RIGCTL} checkpoints status {name} --json"
-    found = host.get_fact(Lines, script=f"{status}; {there} && echo there")
+    found = host.get_fact(Lines, script=f"{status}; {there} && echo there; echo at $(readlink -f {shlex.quote(path)})")
     state = _state(found)
-    if state.get("state") == "complete" and _is_wanted(name, entry, state):
+    # Recorded is the directory that a link leads to.
+    here = f"at {state.get('path')}" in found
+    if state.get("state") == "complete" and here and _is_wanted(name, entry, state):
         host.noop(f"{path} is complete")
         return
     if adopted_as_it_is(entry) and "there" not in found:
