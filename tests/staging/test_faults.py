@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,8 @@ from typing import Any
 import pytest
 
 from rigctl.checkpoints import staging
+from rigctl.checkpoints.http import SMALLEST_WINDOW, Adapter, HttpFetcher
+from rigctl.checkpoints.progress import Progress
 from rigctl.cli import RigctlError
 from tests.staging.conftest import SHARD_BYTES, Bench, http_source, hub_source, same_files
 from tests.staging.hubserver import COMMIT, Fault, Hub
@@ -443,3 +446,24 @@ def test_incomplete_selection_is_not_published(bench: Bench, hub: Hub) -> None:
     with pytest.raises(RigctlError, match=r"(?s)not a loadable checkpoint.*tool_declaration.py is missing"):
         bench.stage(hub_source(hub.address), exclude=["tool_declaration.py", shard(hub)])
     assert not bench.destination.exists()
+
+
+def test_small_checkpoint_keeps_receive_buffers_small(bench: Bench) -> None:
+    """What lies in them is lost with a kill; a large checkpoint leaves them to the kernel."""
+    fetcher = HttpFetcher(bench.spec(http_source("http://127.0.0.1:9")), Progress("tiny"), threading.Event())
+    four = (4 << 30) // 400 // 8
+    for total_bytes, window in ((0, None), (1 << 20, SMALLEST_WINDOW), (4 << 30, four), (1 << 40, None)):
+        fetcher._progress.total = total_bytes
+        assert fetcher._window() == window
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        fetcher._progress.total = 1 << 20
+        session = fetcher.session()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        adapter = session.get_adapter(address)
+        assert isinstance(adapter, Adapter)
+        pool = adapter.poolmanager.connection_from_url(address)
+        connection = pool._new_conn()
+        connection.connect()
+        # socket(7): the kernel doubles what it is asked for
+        assert connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) <= 2 * SMALLEST_WINDOW
+        connection.close()

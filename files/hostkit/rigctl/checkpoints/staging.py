@@ -299,7 +299,7 @@ class Job:
         manifest = self._manifest()
         if manifest is not None:
             plan = self.plan(manifest)
-            self.progress.event(plan.line())
+            self.progress.event(plan.line().removeprefix(f"{plan.name}: "))
             self.refuse_without_space(plan)
         self._begin(manifest, uid, gid)
         started = time.monotonic()
