@@ -2,9 +2,9 @@
 
     python -m tests.staging.bench_staging [FIGURE...] [--shards 64] [--shard-bytes N] [--runs 5] [--scratch DIR]
 
-Figures: download, verify, quick, resume; all by default. Needs about three times the checkpoint's size in DIR, and
-curl, xargs and sha256sum. Start-up of Python is counted. What each does: curl writes into the page cache and proves nothing;
-"with sync" the bytes are also on the disk; "with sync and sha256sum" they are proved as well, as staging does.
+Figures: download, verify, quick, resume; all by default. Needs three times the checkpoint in DIR, and curl, xargs
+and sha256sum. Start-up of Python is counted. What each does: curl writes into the page cache and proves nothing; "with
+sync" the bytes are also on the disk; "with sync and sha256sum" they are proved as well, as staging does.
 """
 
 from __future__ import annotations
