@@ -164,12 +164,14 @@ def _driver(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
     if not facts.gpus:
         return
     if driver.mismatch:
-        yield _error(
+        installed = f"{driver.on_disk or 'another version'} is installed"
+        yield _warning(
             "driver-mismatch",
-            f"driver {driver.version} is loaded, {driver.on_disk or 'another version'} is installed",
-            "reboot",
+            f"driver {driver.version} is loaded, {installed}: no CUDA before a reboot",
+            "`make reboot`",
         )
-    elif driver.smi_error:
+        return  # the next deploy judges what is loaded then
+    if driver.smi_error:
         yield _error("nvidia-smi", f"nvidia-smi: {driver.smi_error}", "see the kernel's log (NVRM, Xid)")
     if driver.open_module is False and any((gpu.compute_capability or (0, 0)) >= (10, 0) for gpu in facts.gpus):
         replaced = _note if needs.driver_upgrade else _error

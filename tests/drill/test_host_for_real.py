@@ -252,6 +252,25 @@ def test_a_sysctl_that_was_changed_by_hand_is_found(with_grub: HostBox) -> None:
     test_settings.test_host_files(with_grub.target(host_overrides=chosen))
 
 
+def test_a_reboot_under_control_is_proved_by_live_values(with_grub: HostBox) -> None:
+    boot = "cut -d' ' -f22 /proc/1/stat"
+    before = with_grub.ssh(boot)
+    done = with_grub.stage(reboot="yes")
+    # The box has come back, and a container's kernel has no arguments of ours: the mark stays.
+    assert done.returncode != 0, done.stdout + done.stderr
+    assert "after the reboot the host runs without kernel_argument.iommu" in done.stdout + done.stderr
+    assert with_grub.ssh(boot) != before
+    assert "kernel_argument.amd_iommu" in with_grub.ssh(f"cat {layout.REBOOT_PENDING}").split()
+    # Where nothing but the driver waited, the next boot has it all.
+    left_alone = {f"kernel_argument.{name}": None for name in ("iommu", "amd_iommu", "pcie_aspm", "pcie_port_pm")}
+    before = with_grub.ssh(boot)
+    told = {"KIMI_RIG_DRILL_DRIVER": "580.95.05"}
+    done = with_grub.stage(told=told, reboot="yes", host_overrides=left_alone)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert with_grub.ssh(boot) != before
+    assert with_grub.ssh(f"cat {layout.REBOOT_PENDING} 2>/dev/null || true") == ""
+
+
 def test_an_uninstall_restores_boot_loader_modules_and_packages(with_grub: HostBox) -> None:
     uninstall = with_grub.box.run("rig.uninstall", with_grub.box.inventory, "--yes")
     assert uninstall.returncode == 0, uninstall.stdout + uninstall.stderr

@@ -91,8 +91,8 @@ FAULTS = [
     (gen2, "link-speed", Severity.WARNING, "card 3 (0000:61:00.0) runs at PCIe gen 2 and others at 5"),
     (small_window, "bar1", Severity.WARNING, "shows 0.25 GiB of its memory on the bus (BAR1): no P2P"),
     (older_driver, "driver-old", Severity.ERROR, "needs driver 575, this host has 570.86.15"),
-    (other_on_disk, "driver-mismatch", Severity.ERROR, "driver 590.48.01 is loaded, 595.58.03 is installed"),
-    (other_library, "driver-mismatch", Severity.ERROR, "driver 590.48.01 is loaded"),
+    (other_on_disk, "driver-mismatch", Severity.WARNING, "driver 590.48.01 is loaded, 595.58.03 is installed"),
+    (other_library, "driver-mismatch", Severity.WARNING, "driver 590.48.01 is loaded"),
 ]
 
 
@@ -135,6 +135,15 @@ def test_an_override_that_contradicts_the_policy_wins_and_is_shown() -> None:
     (grub,) = [one.text for one in host_files(plan.settings, plan.facts) if "grub.d" in one.path]
     assert "iommu=pt" in grub and "amd_iommu=off" not in grub
     assert plan.settings.environment["vllm"]["NCCL_P2P_LEVEL"] == "PHB"
+
+
+def test_a_driver_that_was_replaced_is_judged_after_the_reboot() -> None:
+    document = turin()
+    older_driver(document)
+    other_on_disk(document)
+    plan = plan_of(document)
+    assert not [str(one) for one in findings(plan) if one.severity is Severity.ERROR]
+    assert reboot_reasons(plan, driver_decision(plan))[0] == "driver 570.86.15 is loaded, 595.58.03 is installed"
 
 
 def test_all_faults_of_a_host_come_in_one_list() -> None:
