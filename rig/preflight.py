@@ -11,7 +11,7 @@ from rig.catalog import Configuration, Release
 from rig.facts.host import DataPath, Gpu, HostFacts, parse_version
 from rig.live import reboot_pending
 from rig.memory import Fit
-from rig.settings import Confidence, Kind
+from rig.settings import TIME_UNIT, Confidence, Kind
 from rig.toolkit import BUILD, SERVE
 from rig.topology import REFUSED_ATTENTION, Decision
 
@@ -326,7 +326,10 @@ def _system(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
             message = f"{url} cannot be reached from the host: {why}"
             yield Finding(severity, "source", message, "check DNS, proxy and firewall")
     if facts.clock_synchronised is False:
-        yield _warning("clock", "the clock is not synchronised", "start systemd-timesyncd or chrony")
+        remedy = (
+            f"the host stage starts {TIME_UNIT}" if TIME_UNIT in facts.units else "install systemd-timesyncd or chrony"
+        )
+        yield _warning("clock", "the clock is not synchronised", remedy)
     if facts.cpu.turin and (parse_version(facts.kernel or "") or (99,)) < (6, 17):
         yield _note("kernel-old", f"kernel {facts.kernel} shows xGMI links of EPYC Turin as unknown; 6.17 does not")
 

@@ -11,6 +11,7 @@ from rig.catalog import Configuration
 ENGINES = ("vllm", "sglang")
 ACS_UNIT = "kimi-acs.service"
 PERSISTENCE_UNIT = "nvidia-persistenced.service"
+TIME_UNIT = "systemd-timesyncd.service"
 
 # The driver's device nodes: NVIDIA open-gpu-kernel-modules, nv-linux.h and nvidia-uvm; nvidia-caps holds MIG and IMEX.
 NVIDIA_DEVICES = ("char-nvidia", "char-nvidia-uvm", "char-nvidia-caps", "char-nvidiactl")

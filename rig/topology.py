@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from rig.facts.host import Gpu, HostFacts
-from rig.settings import ACS_UNIT, PERSISTENCE_UNIT, Confidence, HostSettings, Kind, Setting, host_settings
+from rig.settings import ACS_UNIT, PERSISTENCE_UNIT, TIME_UNIT, Confidence, HostSettings, Kind, Setting, host_settings
 
 WIKI = "local-inference-lab/rtx6kpro"
 TUNING = f"{WIKI} optimization/nccl-tuning.md"
@@ -285,6 +285,16 @@ def _boot_units(view: _View) -> Iterator[Setting]:
         "NVIDIA driver README, nvidia-persistenced",
         Confidence.DOCUMENTED,
     )
+    if view.facts.clock_synchronised is False and TIME_UNIT in view.facts.units:
+        yield Setting(
+            Kind.BOOT_UNIT,
+            TIME_UNIT,
+            "enabled",
+            "the clock is not synchronised, and this is the host's daemon for it: certificates, logs and a benchmark's "
+            "times depend on it",
+            "systemd/systemd man/systemd-timesyncd.service.xml",
+            Confidence.DOCUMENTED,
+        )
     if not view.metal_peers:
         return
     redirecting = [bridge.address for bridge in view.facts.bridges.values() if bridge.redirects]

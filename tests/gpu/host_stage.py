@@ -26,8 +26,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "files/hostkit")]
 
-from rig.converge import pyinfra  # noqa: E402
+from rig.converge import inventory_hosts, pyinfra  # noqa: E402
 from rig.facts.host import HostFacts, parse_host  # noqa: E402  # the path comes first
+from rig.hostplan import plan_from_facts  # noqa: E402
 from rig.topology import decide  # noqa: E402
 from rigctl.cli import RigctlError  # noqa: E402
 from rigctl.leftovers import holders  # noqa: E402
@@ -195,19 +196,34 @@ def apply_twice(report: Report, hosts: str) -> str:
     return f"{len(plan)} operations, none would change anything the second time"
 
 
-def verify(report: Report, hosts: str) -> str:
-    """The verification of settings by live values (tests/host/test_settings.py)."""
+def verify(report: Report, hosts: str) -> dict[str, str]:
+    """The verification of settings by live values (tests/host/test_settings.py), on a machine without a deploy."""
     missing = [name for name in ("pytest", "testinfra") if importlib.util.find_spec(name) is None]
     if missing:
         raise Skipped(f"{', '.join(missing)} not carried")
-    command = (sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/host/test_settings.py")
-    done = subprocess.run([*command, "--inventory", hosts], capture_output=True, text=True, check=False, cwd=ROOT)
-    report.save("verify.txt", done.stdout + done.stderr)
-    if "no deploy has come to its end here" in done.stdout + done.stderr:
-        raise Skipped("verification is for deployed hosts")
-    if done.returncode != 0:
-        raise RuntimeError(f"exit code {done.returncode}: {done.stdout[-1500:]}")
-    return done.stdout.strip().splitlines()[-1]
+    conftest, tests = (importlib.import_module(f"tests.host.{name}") for name in ("conftest", "test_settings"))
+    (entry,) = inventory_hosts(hosts)
+    host = importlib.import_module("testinfra").get_host("local://")
+    target = conftest.Target("@local", host, plan_from_facts(entry["data"], read_facts()), {}, {})
+    checks = [tests.test_host_files, tests.test_settings_are_live, tests.test_preflight_has_no_errors]
+    on_cards = [
+        tests.test_cards_have_their_memory_on_the_bus,
+        tests.test_no_bridge_redirects_peer_traffic,
+        tests.test_the_driver_allows_p2p,
+    ]
+    outcome = {check.__name__: "skipped: no GPU" for check in on_cards}
+    for check in checks + (on_cards if target.plan.facts.gpus else []):
+        try:
+            check(target)
+            outcome[check.__name__] = "passed"
+        except importlib.import_module("pytest").skip.Exception as reason:
+            outcome[check.__name__] = f"skipped: {reason}"
+        except AssertionError as error:
+            outcome[check.__name__] = f"failed: {str(error)[:1000]}"
+    report.save("verify.txt", json.dumps(outcome, indent=2))
+    if any(one.startswith("failed") for one in outcome.values()):
+        raise RuntimeError(json.dumps(outcome))
+    return outcome
 
 
 def claim(gpus: list[int], wait: float) -> Specification:

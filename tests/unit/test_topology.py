@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rig.facts.host import Driver, HostFacts
-from rig.settings import ACS_UNIT, PERSISTENCE_UNIT, Confidence, HostSettings, Kind
+from rig.facts.host import Driver, HostFacts, Unit
+from rig.settings import ACS_UNIT, PERSISTENCE_UNIT, TIME_UNIT, Confidence, HostSettings, Kind
 from rig.topology import FORCE_P2P, Decision, TopologyError, decide
 from tests.unit import host_archetypes as hosts
 
@@ -46,6 +46,15 @@ def test_two_turin_with_cards_on_the_cpus() -> None:
     assert chosen.sysctls == {"kernel.numa_balancing": "0"}
     assert (chosen.governor, chosen.disk_scheduler, chosen.power_limit_w) == ("performance", {"nvme": "none"}, None)
     assert chosen.gpus == tuple(range(8))
+
+
+def test_a_clock_that_nobody_sets_gets_the_daemon_that_is_there() -> None:
+    there = {TIME_UNIT: Unit(active=False, enabled=False)}
+    lost = replace(hosts.TURIN_DIRECT, clock_synchronised=False)
+    assert TIME_UNIT in settings(replace(lost, units=there)).boot_units
+    assert TIME_UNIT not in settings(lost).boot_units
+    assert TIME_UNIT not in settings(replace(lost, units=there, container="docker")).boot_units
+    assert TIME_UNIT not in settings(replace(hosts.TURIN_DIRECT, units=there, clock_synchronised=True)).boot_units
 
 
 def test_turin_behind_switches_needs_neither_force_nor_protocol() -> None:
@@ -144,7 +153,7 @@ def test_every_setting_is_explained_and_single_reports_are_not_applied(name: str
         assert one.value != "", one.key
 
 
-VENDORS = ("NVIDIA ", "vllm-project/", "sgl-project/", "deepseek-ai/", "Red Hat ")
+VENDORS = ("NVIDIA ", "systemd/systemd ", "vllm-project/", "sgl-project/", "deepseek-ai/", "Red Hat ")
 
 
 @pytest.mark.parametrize("name", sorted(hosts.ALL))
