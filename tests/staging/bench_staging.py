@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +114,14 @@ class Host:
         os.sync()
 
 
-def median(times: int, work: Callable[[], float], between: Callable[[], None] | None = None) -> float:
-    """Median seconds."""
-    taken = []
+def medians(times: int, works: dict[str, Callable[[], float]], between: Callable[[], None]) -> dict[str, float]:
+    """Median seconds of each, one after the other in turn: what else the machine does meets them alike."""
+    taken: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(times):
-        if between:
+        for name, work in works.items():
             between()
-        taken.append(work())
-    return statistics.median(taken)
+            taken[name].append(work())
+    return {name: statistics.median(seconds) for name, seconds in taken.items()}
 
 
 def timed(command: str) -> float:
@@ -138,46 +139,37 @@ def download(host: Host, server: Server, files: list[str], *, total: int, runs: 
         "".join(f'url="{server.address}/plain/{name}"\noutput="{out}/{name}"\ncreate-dirs\n' for name in files)
     )
 
-    def clear_curl() -> None:
+    def clear() -> None:
         shutil.rmtree(out, ignore_errors=True)
-        os.sync()
+        host.clear()
 
-    one = median(runs, lambda: timed(f"curl -sS --no-progress-meter --fail -K {config}"), clear_curl)
+    peaks: list[float] = []
+
+    def stage(source: dict[str, Any]) -> float:
+        seconds, peak = host.run("stage", "tiny", "--spec", str(host.spec(source)))
+        peaks.append(peak)
+        return seconds
+
+    hub = {"type": "hub", "repository": REPOSITORY, "revision": COMMIT, "endpoint": server.address}
     parallel = f"curl -sS --no-progress-meter --fail -Z --parallel-max 8 -K {config} 2>/dev/null"
-    eight = median(runs, lambda: timed(parallel), clear_curl)
-    synced = median(runs, lambda: timed(f"{parallel} && sync -f {out}"), clear_curl)
     hashing = f'find {out} -type f -print0 | xargs -0 -n 1 -P "$(nproc)" sha256sum'
-    proved = median(runs, lambda: timed(f"{parallel} && sync -f {out} && {hashing}"), clear_curl)
-    clear_curl()
-    print(
-        f"download of {total / 1e6:.0f} MB in {len(files)} files, MB/s: curl {total / one / 1e6:.0f}, "
-        f"curl -Z 8 {total / eight / 1e6:.0f}, with sync {total / synced / 1e6:.0f}, "
-        f"with sync and sha256sum {total / proved / 1e6:.0f}",
-        flush=True,
-    )
-    for name, source in (
-        ("http source", {"type": "http", "url": f"{server.address}/plain"}),
-        (
-            "hub source",
-            {"type": "hub", "repository": REPOSITORY, "revision": COMMIT, "endpoint": server.address},
-        ),
-    ):
-        place = str(host.spec(source))
-        peaks: list[float] = []
-
-        def stage(place: str = place, peaks: list[float] = peaks) -> float:
-            seconds, peak = host.run("stage", "tiny", "--spec", place)
-            peaks.append(peak)
-            return seconds
-
-        ours = median(runs, stage, host.clear)
-        print(
-            f"  {name}: {total / ours / 1e6:.0f} MB/s, hashed, flushed and published: "
-            f"{one / ours:.2f}x curl, {eight / ours:.2f}x curl -Z 8, {synced / ours:.2f}x with sync, "
-            f"{proved / ours:.2f}x with sync and sha256sum; "
-            f"peak {max(peaks):.0f} MB",
-            flush=True,
-        )
+    curls = {
+        "curl": f"curl -sS --no-progress-meter --fail -K {config}",
+        "curl -Z 8": parallel,
+        "curl -Z 8 with sync": f"{parallel} && sync -f {out}",
+        "curl -Z 8 with sync and sha256sum": f"{parallel} && sync -f {out} && {hashing}",
+    }
+    works: dict[str, Callable[[], float]] = {name: partial(timed, command) for name, command in curls.items()}
+    works["http source"] = lambda: stage({"type": "http", "url": f"{server.address}/plain"})
+    works["hub source"] = lambda: stage(hub)
+    taken = medians(runs, works, clear)
+    print(f"download of {total / 1e6:.0f} MB in {len(files)} files, MB/s", flush=True)
+    for name in curls:
+        print(f"  {name}: {total / taken[name] / 1e6:.0f}")
+    for name in ("http source", "hub source"):
+        ratios = ", ".join(f"{taken[other] / taken[name]:.2f}x {other}" for other in curls)
+        print(f"  {name}: {total / taken[name] / 1e6:.0f}, hashed, flushed and published: {ratios}", flush=True)
+    print(f"  peak {max(peaks):.0f} MB")
 
 
 def verification(host: Host, server: Server, total: int, runs: int) -> None:
@@ -187,8 +179,6 @@ def verification(host: Host, server: Server, total: int, runs: int) -> None:
         host.run("stage", "tiny", "--spec", str(host.spec(source)))
     find = f"find {host.destination} -type f -print0"
     timed(f"{find} | xargs -0 cat")  # page cache: the comparison is of hashing
-    single = median(runs, lambda: timed(f"{find} | xargs -0 sha256sum"))
-    every = median(runs, lambda: timed(f'{find} | xargs -0 -n 1 -P "$(nproc)" sha256sum'))
     peaks = []
 
     def verify() -> float:
@@ -196,7 +186,13 @@ def verification(host: Host, server: Server, total: int, runs: int) -> None:
         peaks.append(peak)
         return seconds
 
-    ours = median(runs, verify)
+    works: dict[str, Callable[[], float]] = {
+        "one": lambda: timed(f"{find} | xargs -0 sha256sum"),
+        "all": lambda: timed(f'{find} | xargs -0 -n 1 -P "$(nproc)" sha256sum'),
+        "ours": verify,
+    }
+    taken = medians(runs, works, lambda: None)
+    single, every, ours = taken["one"], taken["all"], taken["ours"]
     print(
         f"full verification of {total / 1e6:.0f} MB: {total / ours / 1e6:.0f} MB/s; {every / ours:.2f}x of "
         f"xargs -P$(nproc) sha256sum ({total / every / 1e6:.0f}), {single / ours:.2f}x of one sha256sum "
@@ -218,7 +214,7 @@ def quick(host: Host, runs: int) -> None:
         seen[place.name] = Seen.of(place.stat())
     manifest = Manifest("sparse", None, tuple(entries))
     host.state.save(records.Record("sparse", str(root), "adopted", manifest, seen, 0.0, 0.0))
-    taken = median(runs, lambda: host.run("verify", "sparse")[0])
+    taken = medians(runs, {"quick": lambda: host.run("verify", "sparse")[0]}, lambda: None)["quick"]
     shutil.rmtree(root)
     print(f"quick verification of 64 x 9 GB sparse files: {taken:.2f} s, start of Python included", flush=True)
 
