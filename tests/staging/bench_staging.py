@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rig.catalog import ROOT  # also makes rigctl importable
 from rigctl.checkpoints import record as records
 from rigctl.checkpoints import staging
 from rigctl.checkpoints.manifest import Entry, Manifest
@@ -31,7 +32,6 @@ from tests.staging import synthetic
 from tests.staging.hubserver import COMMIT, REPOSITORY
 
 FIGURES = ["download", "verify", "quick", "resume"]
-ROOT = Path(__file__).parents[2]
 HOSTKIT = Path(staging.__file__).parents[2]
 
 
