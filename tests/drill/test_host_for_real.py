@@ -271,6 +271,26 @@ def test_a_reboot_under_control_is_proved_by_live_values(with_grub: HostBox) -> 
     assert with_grub.ssh(f"cat {layout.REBOOT_PENDING} 2>/dev/null || true") == ""
 
 
+def test_an_upgraded_library_restarts_others_and_not_our_units(with_grub: HostBox) -> None:
+    """As needrestart does after each upgrade on Ubuntu 24.04."""
+    with_grub.ssh("DEBIAN_FRONTEND=noninteractive apt-get -qqy install --no-install-recommends needrestart </dev/null")
+    with_grub.converge()
+    unit = "[Service]\nExecStart=/usr/bin/python3 -c 'import ssl, time; time.sleep(600)'\n"
+    names = ("kimi-drill", "other-drill")
+    for name in names:
+        with_grub.write(f"{layout.UNITS}/{name}.service", unit)
+    with_grub.ssh(f"systemctl daemon-reload; systemctl start {' '.join(names)}; sleep 2")
+    # Their library is another file now, of the same content.
+    library = with_grub.ssh("ldconfig -p | sed -n 's/.*libcrypto.so.3 .*=> //p'").strip()
+    with_grub.ssh(f"cp -p {library} {library}.new && mv {library}.new {library}")
+    since = f"systemctl show {' '.join(names)} -p MainPID --value"
+    before = with_grub.ssh(since).split()
+    with_grub.ssh("needrestart -r a >/dev/null 2>&1", check=False)
+    after = with_grub.ssh(since).split()
+    with_grub.ssh(f"systemctl stop {' '.join(names)}; rm {layout.UNITS}/*-drill.service; systemctl daemon-reload")
+    assert before[0] == after[0] and before[1] != after[1], (before, after)
+
+
 def test_an_uninstall_restores_boot_loader_modules_and_packages(with_grub: HostBox) -> None:
     uninstall = with_grub.box.run("rig.uninstall", with_grub.box.inventory, "--yes")
     assert uninstall.returncode == 0, uninstall.stdout + uninstall.stderr
@@ -290,6 +310,7 @@ def test_an_uninstall_restores_boot_loader_modules_and_packages(with_grub: HostB
     assert with_grub.ssh("systemctl show kimi-acs.service -p LoadState --value").strip() == "not-found"
     assert not any(with_grub.installed(one) for one in ("nvidia-open", "libnvidia-compute", "cuda-keyring", "pciutils"))
     assert with_grub.ssh("apt-mark showhold") == ""
+    assert with_grub.ssh(f"ls {hostfiles.NEEDRESTART} 2>/dev/null || true") == ""
 
 
 def test_systemd_boot_gets_our_tokens_and_gives_them_back(host_box: HostBox) -> None:
