@@ -45,7 +45,8 @@ def box(bare_box: DeployBox) -> Iterator[DeployBox]:
     OVERLAY.unlink(missing_ok=True)
     for name in ("aq-medai-k2-drafter", "custom-drafter"):
         bare_box.ssh(f"rigctl checkpoints forget {name}", check=False)
-    bare_box.ssh("rm -rf /data/eagle3/from-* /data/eagle3/.from-* /srv/store /srv/web /var/lib/kimi-rig/drafters")
+    # All drafters: a made one without a record would have to be adopted.
+    bare_box.ssh("rm -rf /data/eagle3/* /data/eagle3/.from-* /srv/store /srv/web /var/lib/kimi-rig/drafters")
     last = bare_box.deploy()
     assert last.returncode == 0, last.stdout + last.stderr
 
