@@ -111,8 +111,7 @@ def test_a_killed_deploy_is_followed_by_the_next(box: DeployBox, web: str) -> No
     following = box.run("pyinfra", *STAGE)
     assert following.returncode == 0, following.stdout + following.stderr
     assert "MB/s" in following.stderr and "filler.bin" in following.stderr
-    assert box.ssh("journalctl -q -o cat -u " + unit + " | grep -c 'to fetch'").stdout == "1\n"
-    assert begun.strip() in box.ssh(f"journalctl -q -o json -u {unit} | tail -1").stdout
+    assert begun.strip() in box.ssh(f"journalctl -q -o json -u {unit} | tail -1").stdout, "another job was started"
     assert "from-web" in box.ssh("rigctl checkpoints status aq-medai-k2-drafter").stdout
 
 
