@@ -18,7 +18,7 @@ override export REVISION := $(value REVISION)
 override export TOKEN_FILE := $(value TOKEN_FILE)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain pin reboot status uninstall bench tour check test test-drill test-engines test-bench test-staging release-add lock format
+.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain pin reboot status uninstall bench tour check test test-drill test-kernel test-engines test-bench test-staging release-add lock format
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +100,9 @@ test-drill: supported .venv/ready ## faults of units, adoption and interrupted d
 
 test-engines: .venv/ready ## the real CUDA wheels, patched and asked, without a GPU (25 GB, half an hour)
 	@$(BIN)/python -m pytest -q tests/engines
+
+test-kernel: .venv/ready ## kernel wheels with the real nvcc, every fault, then in a box (g++, ccache, git; 20 minutes)
+	@$(BIN)/python -m pytest -q tests/kernel
 
 test-bench: .venv/ready ## the report in a real Chromium (apt-get install chromium)
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/bench.txt

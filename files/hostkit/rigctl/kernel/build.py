@@ -6,6 +6,7 @@ whole, and ccache what any build has compiled.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -110,6 +111,14 @@ class Build:
 
     def run(self, jobs: int) -> store.Stored:
         """Build, prove and store. Raises RigctlError; what was built so far stays for the next try."""
+        try:
+            return self._run(jobs)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            self._no_space()
+
+    def _run(self, jobs: int) -> store.Stored:
         started = time.time()
         self._room()
         source.take(self.spec, self.source, str(self.inputs.values["source"]))
@@ -309,6 +318,11 @@ class Build:
         self.peaks.parent.mkdir(parents=True, exist_ok=True)
         self.peaks.write_text(json.dumps(peaks, sort_keys=True))
 
+    def _no_space(self) -> NoReturn:
+        raise RigctlError(
+            f"{self.spec.name}: no space left on the disk of {self.work}: make room and deploy again, the build goes on"
+        )
+
     def _fail(self, outcome: Outcome) -> NoReturn:
         name, log = self.spec.name, self.log
         if outcome.killed:
@@ -319,9 +333,7 @@ class Build:
             )
         print("\n".join(outcome.said[-25:]), flush=True)
         if "No space left on device" in "\n".join(outcome.said):
-            raise RigctlError(
-                f"{name}: no space left on the disk of {self.work}: make room and deploy again, the build goes on"
-            )
+            self._no_space()
         if outcome.failed:
             raise RigctlError(f"{name}: {_short(outcome.failed[0])} does not compile (above); log: {log}")
         raise RigctlError(f"{name}: the build failed with exit code {outcome.code} (above); log: {log}")

@@ -1,0 +1,178 @@
+"""Faults of a build, each with the real compiler: what is told, what is kept, and that the next run repairs it.
+
+Wrong commit, absent dependency, old nvcc and new gcc need no compiler: tests/unit/test_kernel.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rig.catalog import ROOT
+from rigctl.installed import distributions, site_packages
+from tests.kernel.conftest import UV, Bench, kill_tree, run, until
+
+
+def in_group(bench: Bench, group: Path) -> tuple[int, str]:
+    """`rigctl kernel ensure` with all its processes in a memory control group; exit code and what it says."""
+    file = bench.root / "rig-kernel.json"
+    file.write_text(json.dumps(bench.content()))
+    script = f"echo $$ > {group}/cgroup.procs; exec {sys.executable} -m rigctl kernel ensure {file}"
+    # No ccache: every compiler must run.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "files/hostkit"), "CCACHE_DISABLE": "1"}
+    done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("memory_group", [1750], indirect=True)
+def test_compilers_killed_for_memory_run_again_with_fewer_jobs(bench: Bench, memory_group: Path) -> None:
+    """Two at once do not fit, one does: the need was said to be small, so the launcher could not know."""
+    bench.changes |= {"memory": {"default": 50}, "jobs": 2, "variables": {"CCACHE_DISABLE": "1"}}
+    code, said = in_group(bench, memory_group)
+    assert code == 0, said
+    assert re.search(r"was killed for want of memory: once more, with 1 jobs", said), said
+    receipt = bench.receipt()
+    assert receipt["attempts"] == 2 and receipt["jobs"] == 1 and bench.state()["state"] == "installed"
+
+
+@pytest.mark.parametrize("memory_group", [900], indirect=True)
+def test_a_file_that_never_fits_is_named(bench: Bench, memory_group: Path) -> None:
+    bench.changes |= {"variables": {"CCACHE_DISABLE": "1"}, "jobs": 2}
+    code, said = in_group(bench, memory_group)
+    assert code == 1 and said.count("once more, with 1 jobs") == 1
+    assert re.search(r"kernels/csrc/heavy.cu was killed for want of memory twice \(it held \d+ MiB", said), said
+    assert bench.stored() == [] and bench.state()["state"] == "missing"
+
+
+@pytest.fixture
+def little_disk(bench: Bench) -> Iterator[Path]:
+    """A file system of 4 MiB for the work directories."""
+    place = bench.root / "kernels" / "work"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_is_told_and_the_build_goes_on_after_it(bench: Bench, little_disk: Path) -> None:
+    bench.small()
+    filler = little_disk / "filler"
+    filler.write_bytes(b"\0" * (3500 << 10))
+    said = bench.rigctl(code=1)
+    assert re.search(r"no space left on the disk of|could not be copied to .*No space left on device", said), said
+    assert bench.stored() == []
+    filler.unlink()
+    subprocess.run(["mount", "-o", "remount,size=256m", str(little_disk)], check=True)
+    assert bench.builder().run(1).receipt["cubins"]
+
+
+def test_too_little_disk_is_told_before_anything_is_built(bench: Bench) -> None:
+    bench.small()
+    bench.changes["minimum_disk"] = 1 << 30
+    said = bench.rigctl(code=1)
+    assert "MiB free, a build takes 1073741824: make room" in said and "building" not in said
+
+
+def test_a_build_killed_half_way_goes_on_where_it_ended(bench: Bench) -> None:
+    bench.changes |= {"jobs": 1, "variables": {"CCACHE_DISABLE": "1"}}
+    process = bench.start()
+    until(process, "[3/6]")
+    kill_tree(process)
+    before = bench.compiled_now()
+    assert before >= 3 and bench.stored() == []
+    said = bench.rigctl()
+    receipt = bench.receipt()
+    assert "going on with" in said and receipt["objects_before"] >= 3
+    # Five files and a link: what was whole is not compiled again.
+    assert receipt["compiled"] <= 5 - 3 and receipt["steps"] <= 6 - 3, receipt
+    assert bench.state()["state"] == "installed"
+
+
+def test_a_source_edited_during_the_build_is_noticed(bench: Bench) -> None:
+    bench.small()
+    bench.changes["jobs"] = 1
+    process = bench.start()
+    said = until(process, "[1/")
+    header = bench.source / "kernels" / "csrc" / "relu.cu"
+    header.write_text(header.read_text() + "\n// edited\n")
+    rest, _ = process.communicate(timeout=300)
+    assert process.returncode == 1, "".join(said) + rest
+    assert "was edited while it was built; nothing was installed, deploy again" in rest and bench.stored() == []
+    assert bench.builder().run(1).receipt["cubins"], "the next build takes the new state"
+
+
+def test_two_at_once_are_one_build(bench: Bench) -> None:
+    first = bench.start()
+    until(first, "building with")
+    second = bench.start()
+    told, _ = second.communicate(timeout=600)
+    said, _ = first.communicate(timeout=600)
+    assert (first.returncode, second.returncode) == (0, 0), said + told
+    assert "another build of rig-kernel is at work: waiting for it" in told and "building with" not in told
+    assert len(bench.stored()) == 1 and bench.state()["state"] == "installed"
+
+
+def test_a_later_installation_over_the_kernel_is_noticed_and_repaired(bench: Bench) -> None:
+    bench.rigctl()
+    python = f"{bench.parts.engine}/bin/python"
+    run(
+        [
+            UV,
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--reinstall",
+            "--no-cache",
+            "--python",
+            python,
+            str(bench.parts.stock),
+        ]
+    )
+    state = bench.state()
+    assert state["state"] == "replaced" and "put another rig-kernel over ours" in state["why"]
+    said = bench.rigctl()
+    assert "building" not in said and "is installed in" in said
+    assert bench.state()["state"] == "installed" and bench.imports() == "rig_kernel.scale"
+
+
+def test_an_installation_killed_half_way_is_repaired(bench: Bench) -> None:
+    bench.rigctl()
+    site = site_packages(bench.parts.engine)
+    [ours] = [each for each in distributions(site) if each.name == "rig-kernel"]
+    (ours.dist_info / "RECORD").unlink()
+    next(site.glob("rig_kernel/sm100/*.so")).unlink()
+    (bench.parts.engine / "kimi-kernel.json").unlink()
+    assert bench.state()["state"] == "built"
+    bench.rigctl()
+    assert bench.state()["state"] == "installed"
+
+
+def test_an_engine_in_use_keeps_its_kernel(bench: Bench) -> None:
+    python = f"{bench.parts.engine}/bin/python"
+    engine = subprocess.Popen([python, "-c", "import numpy; print('up', flush=True); input()"], stdin=-1, stdout=-1)
+    assert engine.stdout is not None and engine.stdout.readline() == b"up\n"
+    try:
+        said = bench.rigctl(code=1)
+        assert f"is in use (process {engine.pid}): stop the engine" in said
+        assert bench.state()["state"] == "built", "the wheel waits in the store"
+    finally:
+        engine.kill()
+        engine.wait()
+    assert "building" not in bench.rigctl()
+
+
+def test_what_does_not_compile_is_named(bench: Bench) -> None:
+    bench.small()
+    (bench.source / "kernels" / "csrc" / "relu.cu").write_text('#include "not_there.h"\n')
+    said = bench.rigctl(code=1)
+    assert "kernels/csrc/relu.cu does not compile (above)" in said and "not_there.h" in said
