@@ -108,6 +108,8 @@ class Bench:
             "drop_targets": OTHERS,
             "dependencies": {"repo-mathlib": {"path": str(self.root / "mathlib"), "private": True}},
             "defines": {"FETCHCONTENT_FULLY_DISCONNECTED": "ON"},
+            # The file that needs much memory needs little but where a test is about that.
+            "variables": {"CUDAFLAGS": "-DHEAVY_SIDE=50"},
             "memory": {"heavy.cu": 1600, "default": 400},
             "minimum_disk": 1,
             **self.changes,

@@ -83,7 +83,7 @@ def test_too_little_disk_is_told_before_anything_is_built(bench: Bench) -> None:
 
 
 def test_a_build_killed_half_way_goes_on_where_it_ended(bench: Bench) -> None:
-    bench.changes |= {"jobs": 1, "variables": {"CCACHE_DISABLE": "1"}}
+    bench.changes |= {"jobs": 1, "variables": {**bench.content()["variables"], "CCACHE_DISABLE": "1"}}
     process = bench.start()
     until(process, "[3/6]")
     kill_tree(process)

