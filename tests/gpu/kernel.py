@@ -116,6 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("wheels", type=Path)
+    parser.add_argument("--prepare", action="store_true", help="environments and specification only")
     parser.add_argument("--work", type=Path, default=Path("/tmp/kimi-rig-kernel"))
     arguments = parser.parse_args()
     out, wheels, work = (path.resolve() for path in (arguments.out, arguments.wheels, arguments.work))
@@ -158,6 +159,9 @@ def main() -> int:
     }
     file = work / "rig-kernel.json"
     file.write_text(json.dumps(specification))
+    if arguments.prepare:
+        print(file)
+        return 0
     rigctl = [str(python), "-c", COMMAND, "kernel"]
     path = {"PYTHONPATH": str(HOSTKIT), "PYTHONDONTWRITEBYTECODE": "1"}
     print(run([*rigctl, "ensure", str(file)], **path), flush=True)

@@ -84,22 +84,24 @@ def test_a_build_that_was_killed_is_finished_by_the_next_deploy(box: KernelBox) 
     command = [sys.executable, "-m", "rig.converge", "deploy", box.inventory]
     first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     end = time.monotonic() + 900
-    script = f"journalctl -q -o cat -u '{JOB}' | grep -q '^\\[3/6\\]' && systemctl kill -s KILL '{JOB}' && echo killed"
+    script = f"journalctl -q -o cat -u '{JOB}' | grep -q '^\\[3/6\\]' && sleep 0.5"
+    script += f" && systemctl kill -s KILL '{JOB}' && echo killed"
     while "killed" not in box.ssh(script, check=False).stdout:
         assert first.poll() is None and time.monotonic() < end, (
             first.communicate()[0] if first.poll() is not None else ""
         )
-        time.sleep(0.3)
+        time.sleep(0.5)
     said, _ = first.communicate(timeout=120)
     assert first.returncode == 1 and "did not finish its work" in said, said
     assert not list((box.box.root / "opt/kimi-rig/env/kernels/store").rglob("*.whl"))
     second = box.deploy()
     assert second.returncode == 0, second.stdout + second.stderr
     receipt = box.receipt()
-    assert receipt["objects_before"] >= 3 and receipt["compiled"] <= 2 and receipt["steps"] <= 3
+    # A third file is looked at, since configuration writes a header of it anew, and comes from ccache.
+    assert receipt["objects_before"] >= 3 and receipt["compiled"] == 2 and receipt["steps"] == 4
     assert receipt["cubins"] == {"rig_kernel/sm100/common_ops.so": {"sm_120a": 4}}
     properties = box.ssh(f"journalctl -q -o cat -u '{JOB}'").stdout
-    assert "[3/3]" in properties and box.state()["state"] == "installed"
+    assert "[4/4]" in properties and box.state()["state"] == "installed"
 
 
 def test_nothing_to_do_is_one_fact(box: KernelBox) -> None:

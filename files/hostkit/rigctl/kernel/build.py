@@ -124,7 +124,7 @@ class Build:
         source.take(self.spec, self.source, str(self.inputs.values["source"]))
         if self.spec.patches is not None:
             source.apply_patches(self.spec.patches, self.source)
-        found = len(list(self.build.rglob("*.o"))) if self.build.exists() else 0
+        found = len(whole_objects(self.build))
         if found:
             print(f"{self.spec.name}: going on with {found} objects of an earlier build", flush=True)
         outcome, attempts = self._compile(jobs), 1
@@ -337,6 +337,15 @@ class Build:
         if outcome.failed:
             raise RigctlError(f"{name}: {_short(outcome.failed[0])} does not compile (above); log: {log}")
         raise RigctlError(f"{name}: the build failed with exit code {outcome.code} (above); log: {log}")
+
+
+def whole_objects(folder: Path) -> set[str]:
+    """Object files that ninja has noted as made: their names below a build directory."""
+    log = folder / ".ninja_log"
+    # Start, end, time of the file, name, hash of the command; its first line is a comment.
+    lines = log.read_text().splitlines() if log.exists() else []
+    named = {fields[3] for line in lines if len(fields := line.split("\t")) == 5 and fields[3].endswith(".o")}
+    return {name for name in named if (folder / name).exists()}
 
 
 def jobs_for(spec: Spec, cores: int, free: int, *, serving: bool) -> int:
