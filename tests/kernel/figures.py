@@ -1,8 +1,8 @@
 """Figures of kernel builds: python3 tests/kernel/figures.py SPECIFICATION [--jobs N] [--limit MIB]
 
 SPECIFICATION: as `rigctl kernel` takes it, of the stand-in; its toolchain is there. Needs the machine alone. Prints one
-JSON object a figure: processor and wall seconds of all it starts, installed bytes, and the greatest resident memory of all
-processes together (MiB). --limit: memory control group for the comparison of the launcher; needs root.
+JSON object a figure: processor and wall seconds of all it starts, installed bytes, and the greatest resident memory of
+all processes together (MiB). --limit: memory control group for the comparison of the launcher; needs root.
 """
 
 from __future__ import annotations
