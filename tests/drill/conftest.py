@@ -218,6 +218,11 @@ class DrillBox:
         return head + "".join(f"| {a} | {b} | {c.replace('|', '/')} | {d:.1f} |\n" for a, b, c, d in self.rows)
 
 
+def listens(port: int) -> str:
+    """A shell command that waits until somebody listens at 127.0.0.1:<port>."""
+    return f"timeout 30 sh -c \"until grep -q ':{port:04X} 00000000:0000 0A' /proc/net/tcp; do sleep 0.1; done\""
+
+
 ENGINE = rf"{HOME}/env/bin/python {HOME}/standin.py"
 WORKER = ".*VLLM::Worker"
 SUPERVISOR = r".* -I -c import sys.* serve "

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from rig.layout import CONFIGURATIONS, UNITS
-from tests.drill.conftest import HOME, SUPERVISOR, DrillBox, memory_group
+from tests.drill.conftest import HOME, SUPERVISOR, DrillBox, listens, memory_group
 
 NAME = "vllm-eagle3-custom"
 API_SERVER = r"\S+/bin/python -m vllm\.entrypoints"
@@ -73,12 +73,10 @@ def test_out_of_memory(box: DrillBox) -> None:
 
 def test_the_port_is_taken(box: DrillBox) -> None:
     port = json.loads(box.path(f"{CONFIGURATIONS}/{NAME}.json").read_text())["port"]
-    box.ssh(
-        f"systemctl stop kimi-{NAME}; systemd-run -q --unit drill-stranger python3 -m http.server -b 127.0.0.1 {port}"
-    )
+    stranger = f"systemd-run -q --unit drill-stranger python3 -m http.server -b 127.0.0.1 {port}"
+    box.ssh(f"systemctl stop kimi-{NAME}; {stranger}; {listens(port)}")
     begun = time.monotonic()
     try:
-        time.sleep(1)
         with pytest.raises(AssertionError):
             box.ssh(f"systemctl start kimi-{NAME}")
     finally:

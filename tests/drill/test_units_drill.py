@@ -16,7 +16,7 @@ from rig.engines import command_line
 from rig.hostplan import HostPlan
 from rig.layout import CREDENTIALS, UNITS
 from rig.units import run_specification
-from tests.drill.conftest import ENGINE, HOME, PORT, SUPERVISOR, WORKER, DrillBox, memory_group, slower
+from tests.drill.conftest import ENGINE, HOME, PORT, SUPERVISOR, WORKER, DrillBox, listens, memory_group, slower
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ OTHER_SIZE = (
     f"""sed -i 's/"hidden_size": 8/"hidden_size": 9/' {HOME}/drafter/config.json; """
     f"rigctl checkpoints adopt drafter --spec {HOME}/drafter.json"
 )
-STRANGER = f"systemd-run -q --unit drill-stranger python3 -m http.server -b 127.0.0.1 {PORT}; sleep 1"
+STRANGER = f"systemd-run -q --unit drill-stranger python3 -m http.server -b 127.0.0.1 {PORT}; {listens(PORT)}"
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ HAND = f"python3 {HOME}/standin.py --port {PORT}"
 
 def test_orphans_of_a_start_by_hand(box: DrillBox) -> None:
     box.install(a={})
-    box.ssh(f"systemd-run -q --unit drill-hand {HAND} --model sglang.launch_server; sleep 1")
+    box.ssh(f"systemd-run -q --unit drill-hand {HAND} --model sglang.launch_server; {listens(PORT)}")
     begun = time.monotonic()
     box.start("a", check=False)
     row = box.until("a", state="failed")
