@@ -31,6 +31,7 @@ from rigctl.checkpoints.verify import Seen
 from tests.staging import synthetic
 from tests.staging.hubserver import COMMIT, REPOSITORY
 
+SEND_BUFFER = 128 << 10  # bytes a connection
 FIGURES = ["download", "verify", "quick", "resume"]
 HOSTKIT = Path(staging.__file__).parents[2]
 
@@ -38,8 +39,8 @@ HOSTKIT = Path(staging.__file__).parents[2]
 class Server:
     """The loopback hub in a process of its own."""
 
-    def __init__(self, root: Path) -> None:
-        command = [sys.executable, "-m", "tests.staging.hubserver", str(root)]
+    def __init__(self, root: Path, *options: str) -> None:
+        command = [sys.executable, "-m", "tests.staging.hubserver", str(root), *options]
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{HOSTKIT}"}
         self._child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
@@ -219,8 +220,16 @@ def quick(host: Host, runs: int) -> None:
     print(f"quick verification of 64 x 9 GB sparse files: {taken:.2f} s, start of Python included", flush=True)
 
 
-def resume(host: Host, server: Server, total: int, runs: int) -> None:
-    """Bytes fetched again after SIGKILL and after a refused line at 90 %."""
+def resume(host: Host, root: Path, total: int, runs: int) -> None:
+    """Bytes sent again after SIGKILL at 90 %, counted by a server that holds little of what it counts as sent."""
+    server = Server(root, str(SEND_BUFFER))
+    try:
+        _resume(host, server, total, runs)
+    finally:
+        server.close()
+
+
+def _resume(host: Host, server: Server, total: int, runs: int) -> None:
     source = {"type": "hub", "repository": REPOSITORY, "revision": COMMIT, "endpoint": server.address}
     again = []
     for _ in range(runs):
@@ -272,7 +281,7 @@ def main() -> None:
         if "quick" in arguments.figures:
             quick(host, arguments.runs)
         if "resume" in arguments.figures:
-            resume(host, server, total, arguments.runs)
+            resume(host, root, total, arguments.runs)
         print(f"load {os.getloadavg()[0]:.1f} after")
     finally:
         if server is not None:

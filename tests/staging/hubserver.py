@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import sys
 import threading
 from collections import Counter
@@ -43,8 +44,9 @@ class Fault:
 class Hub:
     """Serve one directory as REPOSITORY at COMMIT. `sent` counts body bytes by path."""
 
-    def __init__(self, root: Path, *, token: str | None = None) -> None:
+    def __init__(self, root: Path, *, token: str | None = None, send_buffer: int | None = None) -> None:
         self.root = root
+        self.send_buffer = send_buffer
         self.token = token
         self.commit = COMMIT
         self.ranges = True
@@ -143,6 +145,12 @@ class _Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        """`sent` counts what the kernel takes: a small buffer, so that little of it has not left yet."""
+        super().setup()
+        if self.hub.send_buffer is not None:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.hub.send_buffer)
 
     def handle(self) -> None:
         """A client that goes away between two requests is no news."""
@@ -320,7 +328,7 @@ class _Front(_Handler):
 
 def main() -> None:
     """Serve a directory until stdin closes; the address goes to stdout, and `sent` on each input line."""
-    hub = Hub(Path(sys.argv[1]))
+    hub = Hub(Path(sys.argv[1]), send_buffer=int(sys.argv[2]) if len(sys.argv) > 2 else None)
     print(json.dumps({"hub": hub.address, "port": hub.hub.server_port}), flush=True)
     for line in sys.stdin:
         if line.strip() == "reset":
