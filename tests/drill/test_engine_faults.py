@@ -114,9 +114,15 @@ def test_a_wheel_is_missing_from_the_directory(serving: Serving) -> None:
 
 
 def test_the_disk_is_full_in_the_middle(serving: Serving) -> None:
-    serving.box.ssh("mkdir -p /mnt/small && mount -t tmpfs -o size=200m tmpfs /mnt/small")
+    """Enough room at the preflight, none soon after the install has begun."""
+    elsewhere = ("--pyinfra=--data", "--pyinfra=ml_env=/mnt/small")
+    serving.box.ssh("mkdir -p /mnt/small && mount -t tmpfs -o size=100m tmpfs /mnt/small")
     try:
-        deploy = serving.box.deploy("--pyinfra=--data", "--pyinfra=ml_env=/mnt/small")
+        serving.failed(serving.box.deploy(*elsewhere), "/mnt/small has 0 GB free")
+        serving.box.ssh("mount -o remount,size=8g /mnt/small")
+        fill = "until ls -d /mnt/small/.cache/archive-v*; do sleep 0.1; done; mount -o remount,size=150m /mnt/small"
+        with subprocess.Popen(serving.box.box.ssh_command(fill), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+            deploy = serving.box.deploy(*elsewhere)
         serving.failed(deploy, "No space left on device", "was not made and nothing uses it")
     finally:
         serving.box.ssh("umount -l /mnt/small; rmdir /mnt/small")
