@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyinfra.api.connect import connect_all, disconnect_all
+from pyinfra.api.operation import add_op
 
+from rig import layout
 from rig.catalog import Kernel, load_catalog
 from rig.hostplan import HostPlan, host_plan, kernel_packages
 from rig.kernels import kernel_files, specification, specification_path, toolkit
+from rig.operations.common import PLAN_LOG
+from rig.operations.kernels import kernel as kernel_operation
 from rig.settings import HostSettings
 from rig.units import unit_file
 from rigctl.cli import RigctlError
@@ -23,6 +28,7 @@ from rigctl.kernel import build, cubins, install, memory, source, store, toolcha
 from rigctl.kernel import spec as specs
 from rigctl.kernel.compile_job import Running, State, fits, need_of
 from tests.unit.test_engines_and_units import data
+from tests.unit.test_operations import local_state
 from tests.unit.wheelhouse import wheel as make_wheel
 
 
@@ -437,6 +443,48 @@ def test_patches_apply_once_or_are_named(tmp_path: Path) -> None:
     (other / "a.cu").write_text("nothing like it")
     with pytest.raises(RigctlError, match=r"1.patch does not apply to the source"):
         source.apply_patches(series, other)
+
+
+# The stage
+
+
+@pytest.fixture
+def rigctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A rigctl that says what the file beside it holds."""
+    monkeypatch.setattr(layout, "RIGCTL", str(tmp_path / "rigctl"))
+    program(tmp_path / "rigctl", f"cat {tmp_path}/state")
+    monkeypatch.setenv(PLAN_LOG, str(tmp_path / "plan"))
+    return tmp_path / "state"
+
+
+def planned(rigctl: Path, plan: HostPlan, state: str) -> list[str]:
+    """What a plan says of the kernel of SGLang 0.5.9 when `rigctl kernel status` says `state`."""
+    rigctl.write_text(state)
+    log = rigctl.with_name("plan")
+    log.unlink(missing_ok=True)
+    wanted = plan.environments["sglang-0.5.9"].release.kernel
+    running = local_state()
+    connect_all(running)
+    try:
+        add_op(running, kernel_operation, release="sglang-0.5.9", wanted=wanted, digest="0" * 64, trees=["/nowhere"])
+    finally:
+        disconnect_all(running)
+    entries = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return [each.get("detail") or each.get("notice") for each in entries]
+
+
+def test_what_a_plan_says_of_a_kernel(plan: HostPlan, rigctl: Path) -> None:
+    assert planned(rigctl, plan, '{"state": "installed", "why": ""}') == []
+    assert planned(rigctl, plan, "") == [
+        "sgl-kernel of sglang-0.5.9: is built for this host's GPUs, proved and installed"
+    ]
+    built = '{"state": "built", "why": "built, not installed"}'
+    assert planned(rigctl, plan, built) == [
+        "sgl-kernel of sglang-0.5.9: is installed from the store (built, not installed)"
+    ]
+    replaced = '{"state": "replaced", "why": "something put another sgl-kernel over ours: x.so is another"}'
+    told, detail = planned(rigctl, plan, replaced)
+    assert told.startswith("sglang-0.5.9: something put another sgl-kernel over ours") and "from the store" in detail
 
 
 # Store and installation
