@@ -24,7 +24,7 @@ from rig.operations.kernels import kernel as kernel_operation
 from rig.settings import HostSettings
 from rig.units import unit_file
 from rigctl.cli import RigctlError
-from rigctl.kernel import build, cubins, install, memory, source, store, toolchain
+from rigctl.kernel import build, commands, cubins, install, memory, source, store, toolchain
 from rigctl.kernel import spec as specs
 from rigctl.kernel.compile_job import Running, State, fits, need_of
 from tests.unit.test_engines_and_units import data
@@ -322,6 +322,15 @@ def test_a_killed_launcher_is_forgotten(tmp_path: Path) -> None:
     assert state.running() == [Running(500, 20)]
 
 
+def test_a_build_is_refused_beside_a_serving_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    units = ("kimi-vllm-base.service", "kimi-job-kernel-x.service", "kimi-acs.service")
+    program(tmp_path / "bin" / "systemctl", "\n".join(f"echo '{unit} loaded active running'" for unit in units))
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    chain = toolchain.Toolchain(tmp_path, tmp_path, tmp_path, {"torch": "2"})
+    with pytest.raises(RigctlError, match=r"^kimi-vllm-base.service serves: a build would slow it down"):
+        commands._built(spec(tmp_path), chain, build.Inputs({}))
+
+
 # Progress
 
 
@@ -364,6 +373,19 @@ def test_a_copy_is_whole_and_another_state_is_noticed(tmp_path: Path) -> None:
     assert not (tmp_path / "work" / "source").exists()
     source.take(wanted, tmp_path / "work" / "source", source.identity(wanted, tmp_path / "memos"))
     assert (tmp_path / "work" / "source" / "a.cu").read_text() == "edited meanwhile"
+
+
+def test_a_copy_leaves_out_version_control_and_keeps_links(tmp_path: Path) -> None:
+    one = tree(tmp_path / "one")
+    (one / ".git").mkdir()
+    (one / "link").symlink_to("a.cu")
+    (one / "dangling").symlink_to("nowhere")
+    source.copy(one, tmp_path / "two")
+    assert not (tmp_path / "two" / ".git").exists() and (tmp_path / "two" / "link").readlink() == Path("a.cu")
+    assert source.tree_digest(tmp_path / "two") == source.tree_digest(one)
+    with pytest.raises(RigctlError, match=r"could not be copied to .*: No such file or directory"):
+        source.copy(tmp_path / "gone", tmp_path / "three")
+    assert not (tmp_path / "three").exists()
 
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:

@@ -76,16 +76,16 @@ def _read(memo: Path | None) -> dict[str, str]:
 
 
 def copy(origin: Path, target: Path) -> None:
-    """A copy with times, links and modes, made whole or not at all; blocks are shared where the file system can."""
+    """A copy with times, links and modes, without what version control keeps; made whole or not at all."""
     scratch = target.with_name(f".{target.name}.half")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.parent.mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        ["cp", "-a", "--reflink=auto", f"{origin}/.", str(scratch)], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
+    try:
+        shutil.copytree(origin, scratch, symlinks=True, ignore=shutil.ignore_patterns(*IGNORED))
+    except (OSError, shutil.Error) as error:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise RigctlError(f"{origin} could not be copied to {target}: {_last(done.stderr)}")
+        why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+        raise RigctlError(f"{origin} could not be copied to {target}: {why}") from None
     scratch.rename(target)
 
 
