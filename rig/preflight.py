@@ -268,8 +268,9 @@ def _memory(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
         elif one.tokens < 2 * one.context:
             many = "one request of full length" if one.fits else "no request of full length"
             yield _warning("memory-tight", f"{one.name} has room for {many}: {one}")
-    for name, checkpoint in needs.not_accounted.items():
-        yield _note("memory-unknown", f"whether {name} fits is not known before {checkpoint} is on the host")
+    for checkpoint in sorted(set(needs.not_accounted.values())):
+        names = ", ".join(name for name, of in needs.not_accounted.items() if of == checkpoint)
+        yield _note("memory-unknown", f"whether it fits is not known before {checkpoint} is on the host: {names}")
     shm = facts.paths.get(SHM)
     if needs.releases_on("cuda") and shm is not None and shm.free < SHM_WANTED:
         yield _warning(

@@ -25,6 +25,7 @@ from rig.facts.host import (
     parse_units,
     relations_by_path,
 )
+from rig.topology import decide
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "host"
 H200 = FIXTURES / "h200"
@@ -62,6 +63,16 @@ def test_recorded_h200_is_read_whole() -> None:
     assert facts.unattended_upgrades is False
     assert facts.paths["/tmp/models"].disks[0].scheduler == "mq-deadline"
     assert facts.paths["/tmp/models"].exists is False
+
+
+def test_a_recorded_ubuntu_with_a_toolkit_is_read_and_decided() -> None:
+    facts = parse_host(json.dumps(recorded("toolkit")))
+    assert facts.toolkits == {"/usr/local/cuda-13.0": (13, 0, 88)}
+    assert (facts.gcc, facts.distribution, facts.systemd) == ((13, 3, 0), "ubuntu-24.04", None)
+    assert "systemctl: No such file" in facts.unknown["command:systemd"]
+    decision = decide(facts)
+    assert decision.host.kernel_arguments == () and decision.host.boot_units == ()
+    assert decision.host.environment["vllm"]["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
 def test_a_process_that_holds_gpu_memory_is_seen_and_seen_gone() -> None:
