@@ -19,7 +19,7 @@ import yaml
 
 from rig.catalog import ROOT, load_catalog
 from tests.sandbox.conftest import DeployBox
-from tests.staging.hubserver import Hub
+from tests.staging.hubserver import COMMIT, REPOSITORY, Hub
 
 OVERLAY = ROOT / "inventory" / "overlays" / "test-sources.yaml"
 STAGE = [f"--data=catalogue_overlay={OVERLAY.name}", "inventory/sandbox.py", "tasks/checkpoints.py", "-y"]
@@ -58,6 +58,14 @@ def web(box: DeployBox) -> Iterator[str]:
     hub.manifest()
     yield f"{hub.address}/plain"
     hub.close()
+
+
+def lay_hub(**source: object) -> None:
+    """Write the overlay: one drafter from a hub."""
+    content = yaml.safe_load((OVERLAY.parent / "sandbox.yaml").read_text())
+    hub = {"kind": "hub", "repository": REPOSITORY, **source}
+    content["checkpoints"]["aq-medai-k2-drafter"] |= {"path": "{drafters}/from-hub", "source": hub}
+    OVERLAY.write_text(yaml.safe_dump(content))
 
 
 def lay(web: str, **training: object) -> None:
@@ -144,3 +152,19 @@ def test_a_drafter_that_does_not_fit_ends_the_deploy(box: DeployBox, web: str) -
     refused = box.run("pyinfra", *STAGE)
     assert refused.returncode != 0
     assert "trained on inputs [5, 6, 7], the target has 7 layers" in refused.stderr + refused.stdout
+
+
+def test_a_repository_without_a_revision_is_refused_unless_told_otherwise(box: DeployBox, web: str) -> None:
+    endpoint = web.removesuffix("/plain")
+    for name in ("aq-medai-k2-drafter", "custom-drafter"):
+        box.ssh(f"rigctl checkpoints forget {name}; rm -rf /data/eagle3/*")
+    lay_hub(endpoint=endpoint)
+    refused = box.run("pyinfra", *STAGE)
+    assert refused.returncode != 0
+    assert "has no pinned revision: `make pin CHECKPOINT=aq-medai-k2-drafter`" in refused.stderr + refused.stdout
+    assert not box.ssh("ls -d /data/eagle3/from-hub", check=False).stdout
+    lay_hub(endpoint=endpoint, allow_unpinned=True)
+    told = box.run("pyinfra", *STAGE)
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "has no manifest in inventory/manifests, the hub is asked" in told.stderr + told.stdout
+    assert f"revision {COMMIT}" in box.ssh("rigctl checkpoints status aq-medai-k2-drafter").stdout
