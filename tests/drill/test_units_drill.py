@@ -100,7 +100,7 @@ OTHER_SIZE = (
     f"""sed -i 's/"hidden_size": 8/"hidden_size": 9/' {HOME}/drafter/config.json; """
     f"rigctl checkpoints adopt drafter --spec {HOME}/drafter.json"
 )
-STRANGER = f"systemd-run -q --unit drill-stranger python3 -m http.server -b 127.0.0.1 {PORT}; {listens(PORT)}"
+STRANGER = f"systemd-run -q --collect --unit drill-stranger python3 -m http.server -b 127.0.0.1 {PORT}; {listens(PORT)}"
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ HAND = f"python3 {HOME}/standin.py --port {PORT}"
 
 def test_orphans_of_a_start_by_hand(box: DrillBox) -> None:
     box.install(a={})
-    box.ssh(f"systemd-run -q --unit drill-hand {HAND} --model sglang.launch_server; {listens(PORT)}")
+    box.ssh(f"systemd-run -q --collect --unit drill-hand {HAND} --model sglang.launch_server; {listens(PORT)}")
     begun = time.monotonic()
     box.start("a", check=False)
     row = box.until("a", state="failed")
