@@ -144,3 +144,10 @@ def test_nothing_stays_when_it_fails(
 def test_wrong_versions(repository: Path, capsys: pytest.CaptureFixture[str], version: str, words: str) -> None:
     assert main(["vllm", version]) == 1
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("release", list(catalog.load_catalog().releases))
+def test_every_release_of_the_catalogue_is_recorded(release: str) -> None:
+    facts = Facts.read(release)
+    assert facts is not None, f"python -m rig.release_add --record {release}"
+    assert len(facts.options) > 100 and len(facts.metrics) > 10
