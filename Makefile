@@ -96,6 +96,7 @@ test: check ## everything CI runs: check, then the box from bare to a served ans
 	@$(BIN)/python -m pytest -q tests/sandbox/test_sudo.py # compares with a box that nothing else has used
 
 test-drill: supported .venv/ready ## faults of units, adoption and interrupted deploys, on a box of its own (long)
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/bench.txt
 	@$(BIN)/python -m pytest -q --real tests/drill
 
 test-engines: .venv/ready ## the real CUDA wheels, patched and asked, without a GPU (25 GB, half an hour)
