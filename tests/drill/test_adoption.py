@@ -122,8 +122,10 @@ def put(path: Path, content: bytes) -> None:
 def adopting(bare_box: DeployBox, tmp_path: Path) -> Iterator[DeployBox]:
     """The hand-made host and an inventory that takes its checkpoints as they lie and wants its port."""
     overlay = yaml.safe_load((ROOT / "inventory/overlays/sandbox.yaml").read_text())
-    # The catalogue's own sources: the model's pinned revision is asked of a hub that no host can reach.
-    overlay["checkpoints"] = {"kimi-k2.5-int4": {"source": {"endpoint": "http://127.0.0.1:9"}}}
+    # Taken as they lie. The model keeps the catalogue's source: a pinned revision, asked of a hub that no host can reach.
+    for entry in overlay["checkpoints"].values():
+        entry["source"] = {"kind": "directory"}
+    overlay["checkpoints"]["kimi-k2.5-int4"]["source"] = {"endpoint": "http://127.0.0.1:9"}
     overlay["serving"]["vllm-*"]["listen"] = {"port": PORT}
     (tmp_path / "adopt.yaml").write_text(yaml.safe_dump(overlay))
     (tmp_path / "group_data").symlink_to(ROOT / "inventory/group_data")
