@@ -122,7 +122,7 @@ def put(path: Path, content: bytes) -> None:
 def adopting(bare_box: DeployBox, tmp_path: Path) -> Iterator[DeployBox]:
     """The hand-made host and an inventory that takes its checkpoints as they lie and wants its port."""
     overlay = yaml.safe_load((ROOT / "inventory/overlays/sandbox.yaml").read_text())
-    # Taken as they lie. The model keeps the catalogue's source: a pinned revision, asked of a hub that no host can reach.
+    # Taken as they lie. The model keeps the catalogue's source: a pinned revision of a hub that no host can reach.
     for entry in overlay["checkpoints"].values():
         entry["source"] = {"kind": "directory"}
     overlay["checkpoints"]["kimi-k2.5-int4"]["source"] = {"endpoint": "http://127.0.0.1:9"}
