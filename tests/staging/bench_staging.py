@@ -253,12 +253,15 @@ def _resume(host: Host, server: Server, total: int, runs: int) -> None:
 def main() -> None:
     """Run everything and print the figures with the machine's load."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("figures", nargs="*", choices=FIGURES, default=FIGURES, metavar="FIGURE")
+    parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"of {', '.join(FIGURES)}; default: all")
     parser.add_argument("--shards", type=int, default=64)
     parser.add_argument("--shard-bytes", type=int, default=64 << 20)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--scratch", type=Path)
     arguments = parser.parse_args()
+    arguments.figures = arguments.figures or FIGURES
+    if unknown := sorted(set(arguments.figures) - set(FIGURES)):
+        parser.error(f"no figure {', '.join(unknown)}; there are {', '.join(FIGURES)}")
     scratch = Path(tempfile.mkdtemp(prefix="bench-staging-", dir=arguments.scratch))
     print(
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before, medians of {arguments.runs}",
