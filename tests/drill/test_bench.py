@@ -127,6 +127,7 @@ def test_unequal_limits_are_named(bench: Bench) -> None:
     page = bench.page("planted-limits")
     assert f"limits of running requests differ ({NAME}.limit-2: 2, {NAME}.limit-256: 256)" in page
     assert "at most 2 requests ran while up to 6 waited" in page
+    assert "the answers add up" not in page, "somebody else's tokens were counted: the supervisor asked meanwhile"
     assert "concurrent requests: vllm" not in page, "it recommends one of two that cannot be compared"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rigctl.client import Engine, Metrics, Speculation, read_metrics
 from rigctl.exposition import exposition
+from rigctl.measured import is_measured, mark, undisturbed
 from rigctl.progress import Activity, Patience, measure
 from rigctl.rates import acceptance_length
 from rigctl.specification import Limits
@@ -131,6 +133,21 @@ def test_a_queue_that_makes_progress_is_alive() -> None:
     assert watch.verdict() is None
     clock.now += 121
     assert "frozen" in (watch.verdict() or "")
+
+
+def test_nothing_is_asked_while_a_benchmark_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNTIME_DIRECTORY", str(tmp_path))
+    engine, _, watch = watched()
+    engine.fault = requests.ConnectionError("asked")
+    with undisturbed(engine.specification):
+        engine.moved(1, 1)
+        watch.round()
+        assert watch.errors == []
+    watch.round()
+    assert watch.errors, "the mark outlived the benchmark"
+    mark(engine.specification).touch()
+    os.utime(mark(engine.specification), (1, 1))
+    assert not is_measured(engine.specification), "a mark that nobody renews says nothing"
 
 
 def test_a_degenerate_answer_in_service_is_an_error() -> None:

@@ -14,6 +14,7 @@ import requests
 
 from rigctl.acceptance import degenerate, reason, reasoning_of
 from rigctl.client import Engine, Metrics, Speculation
+from rigctl.measured import is_measured
 from rigctl.rates import definition
 
 QUESTION = [{"role": "user", "content": "Say: ready."}]
@@ -37,9 +38,10 @@ class Watch:
         self.own_rate: float | None = None
 
     def round(self) -> None:
-        """Ask once. Takes as long as an answer may take; call `verdict` afterwards."""
-        before = self._metrics()
-        problem = self._ask()
+        """Ask once, or only look while a benchmark measures. Takes as long as an answer may take; `verdict` is next."""
+        asking = not is_measured(self._engine.specification)
+        before = self._metrics() if asking else None
+        problem = self._ask() if asking else None
         after = self._metrics()
         if after is not None:
             if after.pulse != self._pulse:

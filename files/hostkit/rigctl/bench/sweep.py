@@ -27,6 +27,7 @@ from rigctl.bench.plan import Plan, Workload, read_plan
 from rigctl.bench.prompts import WORDS, requests_of
 from rigctl.cli import RigctlError
 from rigctl.client import Engine, api_key
+from rigctl.measured import undisturbed
 from rigctl.specification import Specification, installed, named
 
 IDLE_SECONDS = 60
@@ -281,11 +282,12 @@ def _same(one: float, other: float, tolerance: float) -> bool:
 def _round(plan: Plan, engine: Engine, workload: Workload, prompts: Iterator[str], directory: Path) -> dict[str, Any]:
     """One measured window, with the engine's counters over exactly this window."""
     specification = engine.specification
-    before = counters.wait_idle(engine, IDLE_SECONDS)
-    with counters.Observer(engine) as observer:
-        generator = load.Generator(plan.generator, api_key(), plan.settings.request_seconds)
-        measured = generator.measure(workload, specification, prompts, directory)
-    after = counters.wait_idle(engine, IDLE_SECONDS)
+    with undisturbed(specification):
+        before = counters.wait_idle(engine, IDLE_SECONDS)
+        with counters.Observer(engine) as observer:
+            generator = load.Generator(plan.generator, api_key(), plan.settings.request_seconds)
+            measured = generator.measure(workload, specification, prompts, directory)
+        after = counters.wait_idle(engine, IDLE_SECONDS)
     if counters.went_back(before, after, specification.engine):
         raise load.LoadFailed("the engine's counters fell: it was started anew during the round")
     received = counters.Received(measured["output_tokens"], measured["requests"])
