@@ -44,6 +44,7 @@ Text = Annotated[str, StringConstraints(min_length=1)]
 Flag = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Z_][A-Z0-9_]*$")]
 Package = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9+.-]*$")]
+Distribution = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")]
 Dotted = Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)*$")]
 FlagValue = bool | int | float | str | list[str] | dict[str, Any]
 
@@ -114,8 +115,18 @@ def _web_address(text: str) -> str:
     return text.rstrip("/")
 
 
+def _no_secret(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.password or ("@" in parts.netloc and parts.scheme in ("http", "https")):
+        raise ValueError("an address has no password or token: it would be readable by all")
+    if text.startswith("-") or not text.isprintable():
+        raise ValueError("an address begins with no '-' and has no control characters")
+    return text
+
+
 Network = Annotated[str, AfterValidator(_network)]
 WebAddress = Annotated[str, AfterValidator(_web_address)]
+Remote = Annotated[str, StringConstraints(min_length=1), AfterValidator(_no_secret)]
 Address = Annotated[str, AfterValidator(_address)]
 HostPath = Annotated[str, AfterValidator(host_path)]
 
@@ -338,7 +349,7 @@ class KnownBad(Entry):
 class Index(Entry):
     """A package index that serves what the default one lacks."""
 
-    url: Text
+    url: Remote
     packages: list[Text]
 
 
@@ -346,9 +357,9 @@ class GitSource(Entry):
     """A commit of a git repository. mirror: an address, or a bundle file on the host, that is asked before `url`."""
 
     kind: Literal["git"]
-    url: Text
+    url: Remote
     commit: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
-    mirror: Text | None = None
+    mirror: Remote | None = None
     submodules: bool = False
 
 
@@ -382,7 +393,7 @@ class Kernel(Entry):
     """The CUDA kernel library of a release: that of its lock, proved, or one built for the host's GPUs."""
 
     mode: Literal["wheel", "source"]
-    package: Text
+    package: Distribution
     """Name of the distribution."""
     module: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
     """Module that is imported for a test before the wheel is installed."""
@@ -408,7 +419,7 @@ class Kernel(Entry):
     """Memory that compiling a file takes, by file name; "default" for the others. Measured ones count when larger."""
     jobs: Annotated[int, Field(ge=1)] | None = None
     """Most compilers at once; unset: by memory and cores."""
-    memory_limit: Annotated[str, StringConstraints(pattern=r"^(\d{1,2}%|\d+[MG])$")] = "85%"
+    memory_limit: Annotated[str, StringConstraints(pattern=r"^([1-9]\d?%|[1-9]\d*[MG])$")] = "85%"
     """Of the build as a whole (systemd's MemoryMax=)."""
     while_serving: Literal["refuse", "share"] = "refuse"
     """Build beside a serving engine: not at all, or with a quarter of the cores."""
@@ -426,7 +437,7 @@ class Release(Entry):
 
     engine: Literal["vllm", "sglang"]
     version: Text
-    package: Text
+    package: Distribution
     """Name of the distribution that carries the engine."""
     launch: Annotated[list[Text], Field(min_length=1)]
     """Arguments after the environment's python."""
@@ -595,7 +606,7 @@ def _parse(document: Document, model: type[E_], section: str, findings: list[Fin
                 path = tuple(part for part in problem["loc"] if part not in {*KINDS, "git"})
                 message = problem["msg"].removeprefix("Value error, ")
                 if problem["type"] == "extra_forbidden":
-                    message = f"there is no such key{nearest(str(path[-1]), _keys())}"
+                    message = f"there is no such key{nearest(str(path[-1]), _keys() - {str(path[-1])})}"
                 found((name, *path), message + _got(problem))
     return entries
 

@@ -222,6 +222,7 @@ def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings
     for name, other in overlapping(paths):
         where = f"{name} would lie at {paths[name]}, {other} at {paths[other]}"
         raise CatalogError(f"host data models, drafters: checkpoint {where}: each needs a directory of its own")
+    _refuse_own_places({"ml_env": host.ml_env, "models": host.models, "drafters": host.drafters, **paths})
     releases = sorted({configuration.release for configuration in serving.values()})
     return HostPlan(
         data=host,
@@ -232,6 +233,16 @@ def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings
         checkpoints=checkpoints,
         checkpoint_paths=paths,
     )
+
+
+def _refuse_own_places(paths: Mapping[str, str]) -> None:
+    """Raises CatalogError for a path in a directory that an uninstall removes whole."""
+    for what, path in paths.items():
+        for ours in (layout.STATE, layout.ETC, layout.HOSTKIT, layout.CACHE, layout.LOGS, layout.RUNTIME):
+            if f"{path}/".startswith(f"{ours}/"):
+                raise CatalogError(
+                    f"{what} is {path}: {ours} is kimi-rig's own and goes with it; name another directory"
+                )
 
 
 def refuse_unknown(data: Mapping[str, Any]) -> None:
@@ -307,6 +318,9 @@ def _environment(name: str, release: Release, python: str, host: HostData) -> En
         raise CatalogError(f"releases.{name} has no lock for Python {python}, which is this host's")
     lock = release.lock.format(python=python.replace(".", ""))
     digest = _environment_digest(lock, python, release.patches)
+    if release.kernel is not None:
+        tools = release.kernel.toolchain.lock.format(python=python.replace(".", ""))
+        list(_inputs(tools, release.kernel.patches))
     return Environment(name, release, python, lock, f"{host.ml_env}/{name}/{digest}", _carries_nvcc(lock))
 
 

@@ -1,12 +1,11 @@
 """`make pin CHECKPOINT=...`: pin a checkpoint's revision, and write its manifest into inventory/manifests/.
 
 A hub entry without a revision gets the commit that the hub calls main now; --revision takes another one. Where the
-source cannot be asked nothing is changed. Exit codes: 0 pinned, 1 not.
+source cannot be asked nothing is changed. Exit codes: 0 pinned, 1 not, 64 wrong usage.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 
 from rig.catalog import INVENTORY, Checkpoint, DirectorySource, GeneratorSource, HubSource, load_catalog
 from rig.checkpoint_specs import local_manifest, patterns, source_of
+from rig.command_line import Parser
 from rig.yaml_source import CatalogError
 from rigctl.checkpoints import spec
 from rigctl.checkpoints.manifest import Manifest
@@ -112,7 +112,7 @@ def revise(catalogue: Path, name: str, source: HubSource, revision: str) -> bool
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Pin one checkpoint."""
-    parser = argparse.ArgumentParser(prog="python -m rig.pin", description=(__doc__ or "").split("\n", 1)[0])
+    parser = Parser(prog="python -m rig.pin", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("checkpoint", help="an entry of inventory/checkpoints.yaml")
     parser.add_argument("--revision", help="a commit (40 hex digits); default: the entry's, or what is main now")
     parser.add_argument("--token-file", type=Path, help="file with a hub token that only its owner reads")

@@ -3,15 +3,15 @@
 The environment is built as on a host (rigctl environment build), without a GPU, in a scratch directory. What the
 release says of itself (flags with defaults, metrics) is kept in files/releases/, so that the next one can be compared
 without installing this one again. Nothing is written unless the release was locked, installed and answered. Exit
-codes: 0 written; 2 written, and a configuration or a feature is refused; 1 failed.
+codes: 0 written; 2 written, and a configuration or a feature is refused; 1 failed; 64 wrong usage.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from rig.catalog import INVENTORY, ROOT, Configuration, Release, load_catalog
+from rig.command_line import Parser
 from rig.engines import Locations, command_line
 from rig.locks import LOCKS, LockError, Recipe, read_recipes, write_lock
 from rig.yaml_source import CatalogError
@@ -290,7 +291,7 @@ def _recipe_of_this_machine(recipes: Sequence[Recipe]) -> Recipe:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m rig.release_add", description=(__doc__ or "").split("\n", 1)[0])
+    parser = Parser(prog="python -m rig.release_add", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("engine", nargs="?", help="vllm, sglang or another package of releases.yaml")
     parser.add_argument("version", nargs="?", help="such as 0.34.0")
     parser.add_argument(
@@ -302,6 +303,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if not arguments.record and not (arguments.engine and arguments.version):
         parser.error("name ENGINE and VERSION (make release-add ENGINE=vllm VERSION=0.34.0)")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         if arguments.record:
             return record(arguments.record, arguments.cache)

@@ -36,7 +36,10 @@ def agreed(arguments: argparse.Namespace) -> bool:
         return True
     if not sys.stdin.isatty():
         raise RunFailed("nothing was removed: there is no terminal to ask on; say YES=1 (--yes) to remove this")
-    return input("Remove this? Type yes: ").strip() == "yes"
+    try:
+        return input("Remove this? Type yes: ").strip() == "yes"
+    except EOFError:
+        return False
 
 
 def uninstall(arguments: argparse.Namespace) -> int:

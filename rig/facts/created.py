@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
 from pyinfra.api.facts import FactBase
 
@@ -13,11 +15,14 @@ from rig import layout
 
 @dataclass(frozen=True)
 class Created:
-    """The record. there: (kind, name) of entries that exist now. inside: recorded directory -> what lies in it."""
+    """The record. there: (kind, name) of entries that exist now. inside: recorded directory -> what lies in it.
+    adopted: trees with a checkpoint that was found, not staged: it came to its path after a staging had failed there.
+    """
 
     recorded: bool = False
     there: tuple[tuple[str, str], ...] = ()
     inside: dict[str, list[str]] = field(default_factory=dict)
+    adopted: tuple[str, ...] = ()
 
     def names(self, *kinds: str) -> list[str]:
         """Names of what is there of these kinds, in the order of the record."""
@@ -37,10 +42,17 @@ class CreatedThings(FactBase[Created]):
             '*) [ -e "$name" ] || [ -L "$name" ];; esac'
         )
         inside = '[ "$kind" != directory ] || find "$name" -mindepth 1 -maxdepth 1 -printf "inside|$name|%p\\n"'
+        real = '[ "$kind" != tree ] || echo "real|$name|$(readlink -f -- "$name")"'
+        # One key a line, those of the record itself indented by one blank (rigctl/checkpoints/paths.py, write_json).
+        adopted = (
+            f"for r in {layout.STATE}/checkpoints/*.json; do "
+            '! grep -qs \'^ "origin": "adopted"\' "$r" || sed -n \'s/^ "path": /adopted|/p\' "$r"; done'
+        )
         return (
             f"[ ! -e {layout.CREATED} ] || {{ echo recorded; "
             'while read -r kind name || [ -n "$kind" ]; do '
-            f'if {present}; then echo "there|$kind|$name"; {inside}; fi; done < {layout.CREATED}; }}; true'
+            f'if {present}; then echo "there|$kind|$name"; {inside}; {real}; fi; done < {layout.CREATED}; '
+            f"{adopted}; }}; true"
         )
 
     def default(self) -> Created:  # type: ignore[override]  # see rig/facts/state.py
@@ -49,6 +61,8 @@ class CreatedThings(FactBase[Created]):
     def process(self, output: Iterable[str]) -> Created:
         there: list[tuple[str, str]] = []
         inside: dict[str, list[str]] = {}
+        real: dict[str, PurePosixPath] = {}
+        adopted: list[str] = []
         recorded = False
         for line in output:
             match line.split("|"):
@@ -58,7 +72,12 @@ class CreatedThings(FactBase[Created]):
                     there.append((kind, name))
                 case ["inside", directory, path]:
                     inside.setdefault(directory, []).append(path)
-        return Created(recorded, tuple(there), inside)
+                case ["real", tree, path]:
+                    real[tree] = PurePosixPath(path)
+                case ["adopted", text]:
+                    adopted.append(json.loads(text.rstrip(",")))
+        theirs = [tree for tree, place in real.items() if any(PurePosixPath(p).is_relative_to(place) for p in adopted)]
+        return Created(recorded, tuple(there), inside, tuple(theirs))
 
 
 class PackagesRemovedWith(FactBase[dict[str, set[str]]]):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import glob
+import http.client
 import json
 import os
 import resource
@@ -394,6 +395,14 @@ def data_path(path: str, table: Iterable[tuple[str, str, str]]) -> dict[str, Any
     }
 
 
+def allocated(path: str) -> int:
+    """Bytes of a file on its disk; none of one that a staging at work has just moved on."""
+    try:
+        return os.lstat(path).st_blocks * 512
+    except OSError:
+        return 0
+
+
 def model(folder: str) -> dict[str, Any]:
     """config.json and the size of all weight files of a checkpoint; both None where there is none.
 
@@ -402,12 +411,11 @@ def model(folder: str) -> dict[str, Any]:
     weights = glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))
     config = os.path.join(folder, "config.json")
     begun = os.path.join(os.path.dirname(folder), "." + os.path.basename(folder) + ".partial")
-    sizes = [os.stat(os.path.join(at, name)).st_blocks * 512 for at, _, names in os.walk(begun) for name in names]
     return {
         "path": folder,
         "config": read(config) if os.path.exists(config) else None,
         "bytes": sum(os.path.getsize(path) for path in weights) if weights else None,
-        "partial": sum(sizes),
+        "partial": sum(allocated(os.path.join(at, name)) for at, _, names in os.walk(begun) for name in names),
     }
 
 
@@ -448,8 +456,8 @@ def probe(url: str) -> str | None:
         urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=5).close()  # noqa: S310
     except urllib.error.HTTPError:
         return None
-    except (OSError, ValueError) as error:
-        return str(getattr(error, "reason", error))
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return str(getattr(error, "reason", error)).strip() or type(error).__name__
     return None
 
 

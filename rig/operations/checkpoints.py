@@ -36,7 +36,9 @@ def checkpoint(checkpoint_name: str, entry: Checkpoint, path: str, hub_token: bo
     """
     name, there = checkpoint_name, f"[ -e {shlex.quote(path)}/config.json ]"
     status = f"{layout.RIGCTL} checkpoints status {name} --json"
-    found = host.get_fact(Lines, script=f"{status}; {there} && echo there; echo at $(readlink -f {shlex.quote(path)})")
+    found = host.get_fact(
+        Lines, script=f'{status}; {there} && echo there; echo "at $(readlink -f {shlex.quote(path)})"'
+    )
     state = _state(found)
     # Recorded is the directory that a link leads to.
     here = f"at {state.get('path')}" in found

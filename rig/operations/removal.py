@@ -49,6 +49,8 @@ def paths_removed() -> Commands:
     directories, kept = removal.directories(created)
     for path, foreign in kept.items():
         notice(f"{path} stays: {', '.join(foreign[:3])}{' ...' if len(foreign) > 3 else ''} is not ours")
+    for path in created.adopted:
+        notice(f"{path} stays: its checkpoint was found there, not staged")
     arguments = bool(_existing([OUR_ARGUMENTS]))
     if not trees and not files and not directories and not arguments:
         host.noop("nothing of ours is there")

@@ -98,6 +98,8 @@ SPOILS: dict[str, Callable[[Path], object]] = {
     "half downloaded": lambda at: (at / "x.incomplete").touch(),
     "is no JSON": lambda at: (at / "config.json").write_text("{"),
     "no weights": lambda at: (at / "model.safetensors").unlink(),
+    "its header cannot be read": lambda at: (at / "model.safetensors").write_bytes(b"\x03" + bytes(7) + b"[1]"),
+    "no weights: no": lambda at: (at / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}'),
 }
 
 

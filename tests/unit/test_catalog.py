@@ -299,3 +299,29 @@ def test_every_command_ends_before_any_host_is_touched(tmp_path: Path, command: 
     assert result.returncode in ((1, 4) if command == "verify" else (1,)), output
     assert "inventory/serving.yaml:" in output and "serving.vllm-base.release" in output
     assert "Traceback" not in output and "Connecting to hosts" not in output
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("package: sgl-kernel\n", "package: ../../etc\n", "kernel.package"),
+        ("url: https://github.com", "url: https://token@github.com", "no password or token"),
+        ("url: https://github.com", "url: https://me:secret@github.com", "no password or token"),
+        ("url: https://github.com", "url: --upload-pack=x https://github.com", "begins with no '-'"),
+        ("url: https://download", "url: https://me:secret@download", "no password or token"),
+    ],
+)
+def test_what_a_release_must_not_say(tmp_path: Path, before: str, after: str, words: str) -> None:
+    shutil.copytree(INVENTORY, tmp_path / "inventory")
+    path = tmp_path / "inventory" / "releases.yaml"
+    assert before in path.read_text()
+    path.write_text(path.read_text().replace(before, after, 1))
+    with pytest.raises(CatalogError, match=words):
+        load_catalog(None, tmp_path / "inventory")
+
+
+@pytest.mark.parametrize("key", ["ml_env", "models", "drafters"])
+def test_nothing_of_the_operators_lies_where_an_uninstall_removes_all(key: str) -> None:
+    data = {"ml_env": "/e", "models": "/m", "drafters": "/d", "base_packages": [], "service_user": "kimi"}
+    with pytest.raises(CatalogError, match="kimi-rig's own"):
+        host_plan({**data, key: "/var/lib/kimi-rig/data"}, "ubuntu-24.04", HostSettings())

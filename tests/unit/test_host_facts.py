@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -262,3 +264,24 @@ def test_the_script_runs_from_standard_input_and_outlives_a_hanging_tool(tmp_pat
     assert facts.paths[str(tmp_path / "not" / "there")].free > 0
     assert facts.cpu.threads
     assert facts.glibc
+
+
+def test_a_source_that_speaks_no_http_costs_no_other() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
+
+        def answer() -> None:
+            connection = server.accept()[0]
+            connection.sendall(b"SSH-2.0-x\r\n")
+            connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        found = host_facts.probes([url, "http://no such host/", "http://127.0.0.1:1/"])
+    assert all(found.values()), "each is said to be out of reach"
+
+
+def test_a_staging_that_ends_meanwhile_costs_no_fact(tmp_path: Path) -> None:
+    (tmp_path / ".model.partial").mkdir()
+    (tmp_path / ".model.partial" / "moved on").symlink_to(tmp_path / "nowhere")
+    assert host_facts.model(str(tmp_path / "model"))["config"] is None
+    assert host_facts.allocated(str(tmp_path / "gone")) == 0

@@ -16,13 +16,14 @@ from pyinfra.api.connect import connect_all, disconnect_all
 from pyinfra.api.operation import add_op
 
 from rig import layout
-from rig.catalog import Kernel, load_catalog
-from rig.hostplan import HostPlan, host_plan, kernel_packages
+from rig.catalog import Kernel, Toolchain, load_catalog
+from rig.hostplan import HostData, HostPlan, _environment, host_plan, kernel_packages
 from rig.kernels import kernel_files, specification, specification_path, toolkit
 from rig.operations.common import PLAN_LOG
 from rig.operations.kernels import kernel as kernel_operation
 from rig.settings import HostSettings
 from rig.units import unit_file
+from rig.yaml_source import CatalogError
 from rigctl.cli import RigctlError
 from rigctl.kernel import build, commands, cubins, install, memory, source, store, toolchain
 from rigctl.kernel import spec as specs
@@ -574,3 +575,18 @@ def test_an_environment_in_use_is_told(tmp_path: Path) -> None:
     (proc / "78").mkdir()
     (proc / "78" / "maps").write_text(f"7f00-7f01 r-xp 0 00:00 1 {environment}-other/lib/x.so\n")
     assert install.users(environment, proc) == [77]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ({"patches": "files/patches/none"}, "there is no patch in files/patches/none"),
+        ({"toolchain": Toolchain(lock="files/locks/none.txt")}, "files/locks/none.txt does not exist"),
+    ],
+)
+def test_a_kernel_that_names_what_is_not_there_is_refused_with_the_plan(what: dict[str, Any], words: str) -> None:
+    release = load_catalog().releases["sglang-0.5.9"]
+    assert release.kernel is not None
+    wrong = release.model_copy(update={"kernel": release.kernel.model_copy(update=what)})
+    with pytest.raises(CatalogError, match=words):
+        _environment("sglang-0.5.9", wrong, "3.11", HostData(**data()))

@@ -111,3 +111,9 @@ def test_an_engine_without_its_patches_serves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RigctlError, match=r"engine/one\.py: not the wheel's file"):
         patches.precheck(specification(**where))
     assert patches.precheck(specification()) == "this release needs none"
+
+
+def test_lines_of_the_driver_that_say_nothing(root: Path) -> None:
+    path = root / "proc/driver/nvidia/params"
+    path.write_text(f"{path.read_text()}\nRegistryDwords:\n")
+    assert look(root) == "9 settings are live"

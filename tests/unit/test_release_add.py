@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rig import catalog, locks, release_add
+from rig import catalog, locks, pin, release_add
+from rig.command_line import USAGE
 from rig.locks import LockError, Recipe
 from rig.release_add import Facts, differences, main, needs_of, newest
 from rigctl import probes
@@ -138,6 +141,20 @@ def test_nothing_stays_when_it_fails(
     assert main(["vllm", "0.99.0"]) == 1
     assert "failed: not resolved" in capsys.readouterr().err
     assert files(repository) == before
+
+
+def test_nothing_stays_when_it_is_ended(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = files(repository)
+    monkeypatch.setattr(release_add, "installed", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    assert main(["vllm", "0.99.0"]) == 1
+    assert files(repository) == before
+
+
+@pytest.mark.parametrize("run", [main, pin.main])
+def test_wrong_usage_is_no_result(run: Callable[[list[str]], int]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run([])
+    assert ended.value.code == USAGE
 
 
 @pytest.mark.parametrize(("version", "words"), [("newest", "is no version"), ("0.33.0", "in releases.yaml already")])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from pathlib import Path
 
 import pytest
 
-from rig import removal
+from rig import removal, uninstall
 from rig.facts.created import Created, CreatedThings, PackagesRemovedWith
 from rig.facts.privilege import Privilege, Rights
 from rig.operations import removal as operations
+from rigctl.checkpoints.paths import write_json
 from tests.unit.test_operations import apply, state_directory
 
 __all__ = ["state_directory"]
@@ -77,6 +80,24 @@ def test_paths_are_removed_and_what_is_foreign_is_untouched(
     assert not apply(operations.paths_removed)
 
 
+def test_a_checkpoint_that_came_after_a_failed_staging_is_the_operators(tmp_path: Path, state_directory: Path) -> None:
+    models = tmp_path / "real"
+    (tmp_path / "models").symlink_to(models)
+    for name in ("theirs", "staged", "never proved"):
+        (models / name).mkdir(parents=True)
+        (models / name / "config.json").write_text("{}")
+    state_directory.mkdir()
+    names = ("theirs", "staged", "never proved")
+    (state_directory / "created").write_text("".join(f"tree {tmp_path}/models/{name}\n" for name in names))
+    for name, origin in (("theirs", "adopted"), ("staged", "staged")):
+        record = {"name": name, "path": str(models / name), "origin": origin, "manifest": {"files": [{"path": "a"}]}}
+        write_json(state_directory / "checkpoints" / f"{name}.json", record)
+    assert apply(operations.paths_removed)
+    assert [path.name for path in models.iterdir()] == ["theirs"]
+    assert not apply(operations.paths_removed)
+    assert json.loads((models / "theirs" / "config.json").read_text()) == {}
+
+
 @pytest.mark.parametrize(
     ("output", "rights"),
     [
@@ -87,3 +108,12 @@ def test_paths_are_removed_and_what_is_foreign_is_untouched(
 )
 def test_rights_of_the_login(output: list[str], rights: Rights) -> None:
     assert Privilege().process(output) == rights
+
+
+def test_an_answer_that_ends_is_no_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(_: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", ends)
+    assert not uninstall.agreed(argparse.Namespace(yes=False))

@@ -18,6 +18,7 @@ from rig.operations import states
 from rig.rollback import main
 from rig.states import NoState, left_behind, of_state, rolled_back, state_of, taken_back, target
 from rigctl import cli, prune
+from rigctl.environment import BUILD_LOCK
 from tests.unit.test_engines_and_units import box_plan
 from tests.unit.test_operations import apply
 
@@ -87,6 +88,7 @@ class Host:
         path = self.base / release / (digit * 12)
         (path / "bin").mkdir(parents=True)
         (path / "bin/python").symlink_to(sys.executable)
+        (path.parent / BUILD_LOCK).touch()
         if complete:
             (path / STAMP).write_text("{}")
             self.now(path / STAMP)
@@ -146,6 +148,11 @@ def test_a_half_made_one_of_an_earlier_plan_goes(host: Host) -> None:
     current = host.environment("a")
     host.environment("b", complete=False)
     assert host.look(current)[0] == ["b"]
+
+
+def test_a_directory_that_is_named_by_a_date_is_no_environment(host: Host) -> None:
+    (host.base / "drafters" / "202602151230").mkdir(parents=True)
+    assert host.look(host.environment("a")) == ([], [], [])
 
 
 def test_one_that_a_process_or_a_unit_uses_never_goes(host: Host) -> None:

@@ -27,6 +27,8 @@ STAMP = "kimi-rig.json"
 # What it was made from, kept in it: it can be proved when the host's locks and patches are of another state.
 LOCK = "kimi-rig.lock.txt"
 SERIES = "kimi-rig.patches"
+BUILD_LOCK = ".lock"
+"""Beside the environments of a release."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def build(specification: Specification) -> int:
     """Build the environment. Raises RigctlError with the installer's own words when it cannot be built."""
     path = specification.path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / ".lock").open("w") as lock:
+    with (path.parent / BUILD_LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (path / STAMP).exists():
             print(f"{path} is complete")

@@ -55,7 +55,8 @@ def _boot_time(wanted: dict[str, Any], root: Path) -> Iterator[Reading]:
     for token in wanted["kernel_arguments"]:
         yield "kernel argument", token, None if line is None else token if token in line.split() else ""
     # "Name: value" lines without the NVreg_ prefix (NVIDIA's README, "Configuring a driver registry entry").
-    driver = dict(text.split(": ", 1) for text in (_text(root / "proc/driver/nvidia/params") or "").splitlines())
+    lines = [text.partition(": ") for text in (_text(root / "proc/driver/nvidia/params") or "").splitlines()]
+    driver = {name: told for name, _, told in lines}
     for module, options in wanted["module_options"].items():
         for option, value in options.items():
             own = _text(root / f"sys/module/{module}/parameters/{option}")

@@ -93,7 +93,7 @@ def _json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RigctlError(f"{path}: {error.strerror}; deploy again to stage the checkpoint") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise RigctlError(f"{path} is no JSON: the checkpoint is damaged; stage it again") from None
     return found if isinstance(found, dict) else {}
 
@@ -106,7 +106,9 @@ def _weights(directory: Path, what: str) -> list[Path]:
         raise RigctlError(f"{what} is half downloaded: {partial[0]}; deploy again to finish it")
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted({directory / name for name in _json(index).get("weight_map", {}).values()})
+        listed = _json(index).get("weight_map")
+        names = list(listed.values()) if isinstance(listed, dict) else []
+        files = sorted({directory / name for name in names if isinstance(name, str)})
     else:
         files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -126,10 +128,10 @@ def _damage(path: Path) -> str | None:
             if length > size - 8:
                 return f"{size} bytes, shorter than its header"
             header = json.loads(file.read(length))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
     except OSError as error:
         return error.strerror or type(error).__name__
-    except (struct.error, ValueError, KeyError, TypeError):
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return "its header cannot be read"
     whole = 8 + length + max(ends, default=0)
     return None if size == whole else f"{size} bytes, {whole} by its header"

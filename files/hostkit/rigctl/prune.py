@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rigctl.environment import STAMP
+from rigctl.environment import BUILD_LOCK, STAMP
 from rigctl.specification import read_json
 
 PREVIOUS = 2
@@ -39,7 +39,7 @@ class Found:
 def look(base: Path, states: Path, current: Iterable[Path]) -> Found:
     """Decide; changes nothing. Environments are <base>/<release>/<digest>; current: those of the deploy's plan."""
     now = set(current)
-    everything = [path for path in base.glob("*/*") if path.is_dir() and not path.is_symlink() and _digest(path.name)]
+    everything = [path for path in base.glob("*/*") if path.is_dir() and not path.is_symlink() and _is_ours(path)]
     complete = sorted((path for path in everything if (path / STAMP).exists()), key=_became_current, reverse=True)
     records = sorted((path for path in states.glob("*.json") if _digest(path.stem)), key=_modified, reverse=True)
     named = {path: _environments(path) for path in records}
@@ -108,6 +108,11 @@ def _sweep_cache(cache: Path) -> None:
     for wheel in cache.glob("archive-v*/*"):
         if not any(path.stat().st_nlink > 1 for path in wheel.rglob("*") if path.is_file() and not path.is_symlink()):
             shutil.rmtree(wheel)
+
+
+def _is_ours(path: Path) -> bool:
+    """An environment, also a half-made one, and no directory of the operator's that is named by a date: builds lock."""
+    return _digest(path.name) and ((path / STAMP).exists() or (path.parent / BUILD_LOCK).exists())
 
 
 def _digest(name: str) -> bool:
