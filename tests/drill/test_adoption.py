@@ -33,7 +33,7 @@ SNAPSHOT = (
 REST = (
     "find / /run -xdev \\( -path /proc -o -path /sys -o -path /run/systemd -o -path '/tmp/systemd-private-*' "
     "-o -path '/var/tmp/systemd-private-*' -o -path /run/user -o -path /run/log -o -path /var/log/journal "
-    "-o -path /var/log/apt "
+    "-o -path /var/log/apt -o -path /var/log/dpkg.log "
     "-o -path /var/cache/apt -o -path /var/lib/apt -o -path /var/cache/ldconfig -o -path /var/lib/dpkg "
     "-o -path /var/cache/debconf -o -path /var/lib/systemd -o -name __pycache__ \\) -prune -o "
     "-printf '%p %y %U %G %m %l\\n' | LC_ALL=C sort"
