@@ -122,6 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CatalogError, PinFailed) as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"failed: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("failed: interrupted", file=sys.stderr)
         return 1

@@ -311,6 +311,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return add(arguments.engine, arguments.version, arguments.cache)
     except (CatalogError, LockError, ReleaseError, RigctlError) as error:
         print(f"failed: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"failed: {error.filename}: {error.strerror}; nothing was written", file=sys.stderr)
     except KeyboardInterrupt:
         print("failed: interrupted; nothing was written", file=sys.stderr)
     return 1

@@ -76,7 +76,7 @@ def target(present: Any, identities: Sequence[str], to: str | None) -> str:
 def left_behind(present: Mapping[str, Any], identities: Sequence[str], to: str) -> list[str]:
     """States that a return to `to` takes back: what was in place or had been taken back before, and is newer."""
     newer = identities[: identities.index(to)] if to in identities else []
-    return [one for one in dict.fromkeys([*present["rolled_back_from"], present["id"]]) if one in newer]
+    return [one for one in dict.fromkeys([*(present.get("rolled_back_from") or ()), present["id"]]) if one in newer]
 
 
 def taken_back(present: Any, identity: str) -> bool:

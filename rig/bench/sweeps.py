@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from rig import layout
-from rig.catalog import INVENTORY, ROOT, Configuration, Entry
+from rig.catalog import INVENTORY, NAME, ROOT, Configuration, Entry
 from rig.hostplan import HostPlan, canonical_digest
 from rig.units import run_specification
 from rig.yaml_source import CatalogError, load
@@ -61,7 +61,9 @@ class Sweep(Entry):
     """Limit of one request."""
     profile: bool = False
     """Ask the engine's profiler for the share of AllReduce in decoding, where it and the GPUs allow."""
-    variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    variants: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,59}$")], dict[str, Any]] = Field(
+        default_factory=dict
+    )
     """Name -> keys of serving.yaml that differ, or layer_shift; each makes a configuration of its own."""
 
 
@@ -87,6 +89,11 @@ def load_sweeps(inventory: Path = INVENTORY) -> dict[str, Sweep]:
     sweeps: dict[str, Sweep] = {}
     findings: list[str] = []
     for name, value in document.data.items():
+        if not NAME.fullmatch(name):
+            findings.append(
+                f"{document.place((name,))}: {name}: a name is lower-case letters, digits, '.', '_' and '-'"
+            )
+            continue
         try:
             sweeps[name] = Sweep.model_validate(value)
         except ValidationError as error:

@@ -63,7 +63,9 @@ def derive(plan: HostPlan, sweep: Sweep, configurations: Sequence[str]) -> Deriv
             if sweep.profile:
                 serving[name] = _changed(serving[name], profiler(plan, base, name), name)
             if LAYER_SHIFT in change:
-                drafter = _shifted(plan, base, variant, int(change[LAYER_SHIFT]))
+                if type(change[LAYER_SHIFT]) is not int:
+                    raise CatalogError(f"variant {name}: {LAYER_SHIFT} is a whole number (got {change[LAYER_SHIFT]!r})")
+                drafter = _shifted(plan, base, variant, change[LAYER_SHIFT])
                 drafters.append(drafter)
                 speculation = {"speculation": {"drafter": drafter.name}}
                 serving[name] = _changed(serving[name], speculation, name)

@@ -96,7 +96,7 @@ def returned(record: Mapping[str, Any], left: Sequence[str]) -> Commands:
     old = receipt["items"] if isinstance(receipt, dict) and isinstance(receipt.get("items"), dict) else {}
     kept = {key: {k: v for k, v in item.items() if k != "since"} for key, item in old.items() if not of_state(key)}
     new = merged(receipt, {**kept, **record["items"]}, now=_now(), by=_me(), version=product_version())
-    if new is None and (present["id"], present["rolled_back_from"]) == (record["id"], list(left)):
+    if new is None and (present["id"], present.get("rolled_back_from")) == (record["id"], list(left)):
         host.noop(f"state {record['id']} is in place")
         return
     note(f"state {record['id']} is in place of {present['id']}")

@@ -168,3 +168,20 @@ def test_the_generators_environment_can_be_built() -> None:
     described = generator_environment("/opt/x/aiperf/1", "3.11", "/etc/x/aiperf.txt", "/opt/x/.cache")
     specification = Specification.parse(json.dumps(described))
     assert (specification.path, specification.series) == (Path("/opt/x/aiperf/1"), None)
+
+
+@pytest.mark.parametrize("name", ["a b", "../x", "x;y", "X"])
+def test_names_that_become_units_and_files(tmp_path: Path, name: str) -> None:
+    load = "loads: [{context: 0, concurrency: [1]}]"
+    (tmp_path / "benchmark.yaml").write_text(f'"{name}": {{{load}}}\n')
+    with pytest.raises(CatalogError, match=r"benchmark\.yaml:1: .*lower-case letters"):
+        load_sweeps(tmp_path)
+    (tmp_path / "benchmark.yaml").write_text(f'whole: {{{load}, variants: {{"{name}": {{}}}}}}\n')
+    with pytest.raises(CatalogError, match=r"benchmark\.yaml:1: whole\.variants"):
+        load_sweeps(tmp_path)
+
+
+@pytest.mark.parametrize("shift", [None, "1", 1.5, True])
+def test_a_shift_is_a_whole_number(plan: HostPlan, shift: Any) -> None:
+    with pytest.raises(CatalogError, match="layer_shift is a whole number"):
+        derive(plan, small(variants={"x": {"layer_shift": shift}}), ["vllm-eagle3-custom"])

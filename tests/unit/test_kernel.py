@@ -24,6 +24,7 @@ from rig.operations.kernels import kernel as kernel_operation
 from rig.settings import HostSettings
 from rig.units import unit_file
 from rig.yaml_source import CatalogError
+from rigctl import cli
 from rigctl.cli import RigctlError
 from rigctl.kernel import build, commands, cubins, install, memory, source, store, toolchain
 from rigctl.kernel import spec as specs
@@ -525,7 +526,8 @@ def test_the_store_keeps_whole_wheels_only(tmp_path: Path) -> None:
     again = store.find(wanted, digest)
     assert again == stored and again.receipt["digest"] == digest
     stored.wheel.write_bytes(b"damaged")
-    assert store.find(wanted, digest) is None and not stored.wheel.exists()
+    assert store.find(wanted, digest) is None and stored.wheel.exists(), "a plan looks, and changes nothing"
+    assert store.put(wanted, digest, wheel(tmp_path), {"name": "rig-kernel"}) == store.find(wanted, digest)
 
 
 def test_hosts_share_what_one_has_built(tmp_path: Path) -> None:
@@ -590,3 +592,9 @@ def test_a_kernel_that_names_what_is_not_there_is_refused_with_the_plan(what: di
     wrong = release.model_copy(update={"kernel": release.kernel.model_copy(update=what)})
     with pytest.raises(CatalogError, match=words):
         _environment("sglang-0.5.9", wrong, "3.11", HostData(**data()))
+
+
+def test_nothing_proves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, cuobjdump in ((tmp_path / "none.so", "/bin/true"), (tmp_path, str(tmp_path / "none"))):
+        assert cli.main(["kernel", "prove", str(path), "--cuobjdump", cuobjdump]) == 1
+        assert "no such file" in capsys.readouterr().err

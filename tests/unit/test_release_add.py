@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -168,3 +170,15 @@ def test_every_release_of_the_catalogue_is_recorded(release: str) -> None:
     facts = Facts.read(release)
     assert facts is not None, f"python -m rig.release_add --record {release}"
     assert len(facts.options) > 100 and len(facts.metrics) > 10
+
+
+@pytest.mark.parametrize("command", [pin, release_add])
+def test_a_file_that_cannot_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: ModuleType
+) -> None:
+    def fails(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/there")
+
+    monkeypatch.setattr(command, command.__name__.rpartition(".")[2].removeprefix("release_"), fails)
+    assert command.main(["kimi-k2.5-int4", "1"][: 1 if command is pin else 2]) == 1
+    assert "failed: /there: Permission denied" in capsys.readouterr().err

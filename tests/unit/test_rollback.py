@@ -47,6 +47,7 @@ def test_which_state_a_rollback_chooses() -> None:
     assert left_behind(PRESENT, IDS, IDS[2]) == IDS[:2]
     assert left_behind(PRESENT, IDS, IDS[1]) == IDS[:1], "the second look at a rollback"
     assert left_behind(PRESENT, IDS, IDS[0]) == [], "forward again: nothing is taken back"
+    assert left_behind({"id": IDS[1]}, IDS, IDS[2]) == [IDS[1]], "a damaged file is no traceback"
     for present, ids, to, words in (
         (None, [], None, "no deploy has recorded"),
         ({"id": IDS[2]}, IDS, None, f"no state before {IDS[2]}"),

@@ -243,6 +243,9 @@ def receipt(arguments: argparse.Namespace) -> int:
 def prove_path(arguments: argparse.Namespace) -> int:
     """Print what each library holds; exit code 1 when `--only` is given and something else is in it."""
     path: Path = arguments.path
+    for there in (path, arguments.cuobjdump):
+        if not there.exists():
+            raise RigctlError(f"{there}: no such file or directory to prove or to prove with")
     if path.suffix == ".whl":
         held = cubins.of_wheel(path, arguments.cuobjdump)
     elif path.is_dir():

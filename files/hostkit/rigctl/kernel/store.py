@@ -30,7 +30,9 @@ def folder(spec: Spec, digest: str) -> Path:
 
 
 def find(spec: Spec, digest: str) -> Stored | None:
-    """The whole wheel with this digest; None where there is none, or a damaged one (which is removed)."""
+    """The whole wheel with this digest; None where there is none, or a damaged one, which `put` replaces. Only reads:
+    a plan asks too.
+    """
     return _read(folder(spec, digest), digest)
 
 
@@ -46,7 +48,6 @@ def _read(place: Path, digest: str) -> Stored | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error)
     print(f"{place}: damaged ({reason}), it is made again", flush=True)
-    shutil.rmtree(place, ignore_errors=True)
     return None
 
 
