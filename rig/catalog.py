@@ -31,6 +31,8 @@ from pydantic import (
 
 from rig.command_line import nearest
 from rig.yaml_source import CatalogError, Document, load
+from rigctl.checkpoints import manifest as manifests
+from rigctl.cli import RigctlError
 
 ROOT = Path(__file__).resolve().parent.parent
 INVENTORY = ROOT / "inventory"
@@ -500,6 +502,7 @@ def load_catalog(overlay: str | None = None, inventory: Path = INVENTORY) -> Cat
     if not documents["serving"].data and not findings:
         raise CatalogError(f"{inventory.name}/serving.yaml:1: serving: there is no configuration in it")
     findings += _cross_check(catalog, documents)
+    findings += _check_manifests(catalog, documents["checkpoints"], inventory / "manifests")
     if findings:
         raise CatalogError(_told(findings))
     return catalog
@@ -648,6 +651,17 @@ def _check_checkpoints(catalog: Catalog, document: Document) -> Iterator[Finding
         at = str(document.place((name, "path")))
         where = f"lies in {catalog.checkpoints[name].path}, and so does {other} ({catalog.checkpoints[other].path})"
         yield Finding(at, "checkpoints", (name, "path"), f"{where}: each checkpoint has a directory of its own")
+
+
+def _check_manifests(catalog: Catalog, document: Document, folder: Path) -> Iterator[Finding]:
+    for name in catalog.checkpoints:
+        place = folder / f"{name}.json"
+        try:
+            if place.is_file():
+                manifests.load(place)
+        except RigctlError as error:
+            message = f"{error}: remove it, and `make pin CHECKPOINT={name}` writes it anew"
+            yield Finding(str(document.place((name,))), "checkpoints", (name,), message)
 
 
 def overlapping(paths: Mapping[str, str]) -> Iterator[tuple[str, str]]:

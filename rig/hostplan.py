@@ -35,6 +35,7 @@ from rig.catalog import (
 from rig.command_line import nearest
 from rig.engines import Locations
 from rig.facts.host import HostFacts
+from rig.hostfiles import HostFileError, host_files
 from rig.settings import ACS_UNIT, HostSettings, with_host
 from rig.supervision import Supervision
 from rig.toolkit import toolkit_for
@@ -166,8 +167,11 @@ def plan_from_facts(data: Mapping[str, Any], facts: HostFacts) -> HostPlan:
     """The plan of a host whose facts are known: its settings come from the topology policy. Raises CatalogError."""
     try:
         decision = decide(facts, _host_data(data).host_overrides)
+        host_files(decision.host, facts)  # a value that must not stand in one is refused with the plan
     except TopologyError as error:
         raise CatalogError(f"host data {error}") from None
+    except HostFileError as error:
+        raise CatalogError(f"host data host_overrides: {error}") from None
     plan = host_plan(data, facts.distribution, decision.host)
     named = plan.data.cuda_home
     environments = {

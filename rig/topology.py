@@ -614,6 +614,8 @@ def _memory(view: _View) -> Iterator[Setting]:
 
 def _overridden(settings: Iterable[Setting], overrides: Mapping[str, str | None]) -> Iterator[Setting]:
     left = dict(overrides)
+    for key, value in overrides.items():
+        _check_override(key, value)
     for setting in settings:
         if setting.key in left:
             yield _by_operator(setting, left.pop(setting.key))
@@ -627,6 +629,17 @@ def _overridden(settings: Iterable[Setting], overrides: Mapping[str, str | None]
             )
         reason = "set by the operator; the policy says nothing of it on this host"
         yield Setting(Kind(kind), name, value, reason, "host data", Confidence.OPERATOR, applied=value is not None)
+
+
+def _check_override(key: str, value: str | None) -> None:
+    """What no file of the host stage checks: values that go into units and command lines."""
+    kind = key.partition(".")[0]
+    if value is None:
+        return
+    if kind == Kind.MEMORY_FRACTION and not re.fullmatch(r"0?\.\d*[1-9]\d*", value):
+        raise TopologyError(f"host_overrides: {key} is {value!r}; a share between 0 and 1 is needed")
+    if kind in (Kind.LIMIT, Kind.BOOT_UNIT) and not re.fullmatch(r"[\w.:@-]+", f"{key}{value}", re.ASCII):
+        raise TopologyError(f"host_overrides: {key!r} is {value!r}; a unit takes letters, digits and .:@_- there")
 
 
 def _by_operator(setting: Setting, value: str | None) -> Setting:

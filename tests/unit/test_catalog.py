@@ -325,3 +325,12 @@ def test_nothing_of_the_operators_lies_where_an_uninstall_removes_all(key: str) 
     data = {"ml_env": "/e", "models": "/m", "drafters": "/d", "base_packages": [], "service_user": "kimi"}
     with pytest.raises(CatalogError, match="kimi-rig's own"):
         host_plan({**data, key: "/var/lib/kimi-rig/data"}, "ubuntu-24.04", HostSettings())
+
+
+@pytest.mark.parametrize("text", ["", "<<<<<<< ours", "[]", "{}", '{"format": 1, "files": [{"path": "../x"}]}'])
+def test_a_broken_manifest_is_named_with_its_entry(tmp_path: Path, text: str) -> None:
+    shutil.copytree(INVENTORY, tmp_path / "inventory")
+    (tmp_path / "inventory" / "manifests").mkdir(exist_ok=True)
+    (tmp_path / "inventory" / "manifests" / "kimi-k2.5-int4.json").write_text(text)
+    with pytest.raises(CatalogError, match=r"checkpoints\.kimi-k2\.5-int4: .*make pin CHECKPOINT=kimi-k2\.5-int4"):
+        load_catalog(None, tmp_path / "inventory")

@@ -13,6 +13,7 @@ from rig.facts.host import parse_host
 from rig.hostfiles import host_files
 from rig.hostplan import HostPlan, plan_from_facts
 from rig.preflight import Severity
+from rig.yaml_source import CatalogError
 from tasks.host import driver_decision, findings, reboot_reasons
 from tests.unit.test_engines_and_units import data
 
@@ -154,3 +155,9 @@ def test_all_faults_of_a_host_come_in_one_list() -> None:
     assert {"card-silent", "cards", "link-speed", "bar1", "driver-mismatch", "secure-boot"} <= {
         one.code for one in findings(plan_of(document))
     }
+
+
+@pytest.mark.parametrize("key", ["sysctl.vm.swappiness", "governor.cpu", "disk_scheduler.nvme"])
+def test_a_value_that_would_break_out_of_its_file_is_refused_with_the_plan(key: str) -> None:
+    with pytest.raises(CatalogError, match=r"host data host_overrides: .*must not stand in a system file"):
+        plan_of(turin(), host_overrides={key: "1; reboot"})

@@ -248,7 +248,18 @@ def test_trading_latency_for_many_users_is_an_override() -> None:
     assert "NCCL_P2P_LEVEL" not in chosen.environment["vllm"]
 
 
-@pytest.mark.parametrize("overrides", [{"iommu": "off"}, {"kernel.iommu": "off"}, {"power_limit.watts": "450W"}])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"iommu": "off"},
+        {"kernel.iommu": "off"},
+        {"power_limit.watts": "450W"},
+        {"memory_fraction.vllm.base": "2x"},
+        {"memory_fraction.vllm.base": "1.5"},
+        {"limit.LimitNOFILE": "1\nExecStartPre=/bin/true"},
+        {"boot_unit.x;y": "1"},
+    ],
+)
 def test_an_override_that_is_none_is_refused(overrides: dict[str, str]) -> None:
     with pytest.raises(TopologyError, match=next(iter(overrides))):
         decide(hosts.TURIN_DIRECT, overrides)
