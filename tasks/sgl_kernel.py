@@ -3,7 +3,7 @@
 from pyinfra.api import deploy
 
 from rig.hostplan import HostPlan
-from rig.kernels import kernel_files, kernels, root, specification_digest, toolchains
+from rig.kernels import kernel_files, kernels, root, specification_digest, specification_path, toolchains
 from rig.operations.files import File, present
 from rig.operations.kernels import kernel, toolkit
 from rig.target import current_plan
@@ -14,8 +14,8 @@ def sgl_kernel(plan: HostPlan) -> None:
     mine = kernels(plan)
     if not mine:
         return
-    files = [File(path, content) for path, content in kernel_files(plan).items()]
-    present(name="Describe kernel libraries", entries=files)
+    files = {path: File(path, content) for path, content in kernel_files(plan).items()}
+    present(name="Describe kernel libraries", entries=list(files.values()))
     packages = sorted({package for _, each in mine.values() for package in each.toolchain.packages})
     if packages:
         toolkit(
@@ -28,6 +28,7 @@ def sgl_kernel(plan: HostPlan) -> None:
             name=f"Build or prove {wanted.package} of {name}",
             release=name,
             wanted=wanted,
+            description=files[specification_path(name)],
             digest=specification_digest(plan, name),
             trees=[root(plan), toolchains(plan)],
         )

@@ -15,6 +15,7 @@ from rig.catalog import Kernel
 from rig.facts.state import InstalledPackages, Lines
 from rig.operations import jobs
 from rig.operations.common import Commands, note, notice, refuse, remember, remember_packages, script
+from rig.operations.files import File
 from rig.operations.host import APT, repository_added
 
 # The whole of sgl-kernel for one architecture takes 40 minutes on two cores.
@@ -49,13 +50,18 @@ def toolkit(packages: Sequence[str], keyring: Sequence[str]) -> Commands:
 
 
 @operation()
-def kernel(release: str, wanted: Kernel, digest: str, trees: Sequence[str]) -> Commands:
+def kernel(release: str, wanted: Kernel, description: File, digest: str, trees: Sequence[str]) -> Commands:
     """The kernel library of a release is what the catalogue says, proved by the code in it.
 
     Its state is `rigctl kernel status`: every file against the wheel in the store, whose digest covers all it is made
-    from. digest: of the specification. trees: directories that builds make.
+    from. description: the specification's file, written before this runs; a plan sees the one before. digest: of the
+    specification. trees: directories that builds make.
     """
-    state = _state(host.get_fact(Lines, script=f"{layout.RIGCTL} kernel status {shlex.quote(release)} --json"))
+    status = f"{layout.RIGCTL} kernel status {shlex.quote(release)} --json"
+    found = host.get_fact(Lines, script=f"sha256sum < {shlex.quote(description.path)}; {status}")
+    state = _state(found)
+    if state and description.digest not in " ".join(found):
+        state = {"state": "missing", "why": "its description changes"}
     if state.get("state") in DONE:
         host.noop(f"{wanted.package} of {release} is what it should be")
         return

@@ -19,6 +19,7 @@ from rig import layout
 from rig.catalog import Kernel, Toolchain, load_catalog
 from rig.hostplan import HostData, HostPlan, _environment, host_plan, kernel_packages
 from rig.kernels import kernel_files, specification, specification_path, toolkit
+from rig.operations import files
 from rig.operations.common import PLAN_LOG
 from rig.operations.kernels import kernel as kernel_operation
 from rig.settings import HostSettings
@@ -481,8 +482,13 @@ def rigctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state"
 
 
-def planned(rigctl: Path, plan: HostPlan, state: str) -> list[str]:
-    """What a plan says of the kernel of SGLang 0.5.9 when `rigctl kernel status` says `state`."""
+def planned(rigctl: Path, plan: HostPlan, state: str, written: bytes = b"{}") -> list[str]:
+    """What a plan says of the kernel of SGLang 0.5.9 when `rigctl kernel status` says `state`.
+
+    written: the specification on the host; the wanted one is {}.
+    """
+    description = files.File(str(rigctl.with_name("spec.json")), b"{}")
+    Path(description.path).write_bytes(written)
     rigctl.write_text(state)
     log = rigctl.with_name("plan")
     log.unlink(missing_ok=True)
@@ -490,7 +496,8 @@ def planned(rigctl: Path, plan: HostPlan, state: str) -> list[str]:
     running = local_state()
     connect_all(running)
     try:
-        add_op(running, kernel_operation, release="sglang-0.5.9", wanted=wanted, digest="0" * 64, trees=["/nowhere"])
+        more = {"description": description, "digest": "0" * 64, "trees": ["/nowhere"]}
+        add_op(running, kernel_operation, release="sglang-0.5.9", wanted=wanted, **more)
     finally:
         disconnect_all(running)
     entries = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
@@ -508,6 +515,8 @@ def test_what_a_plan_says_of_a_kernel(plan: HostPlan, rigctl: Path) -> None:
     ]
     replaced = '{"state": "replaced", "why": "something put another sgl-kernel over ours: x.so is another"}'
     told, detail = planned(rigctl, plan, replaced)
+    [changed] = planned(rigctl, plan, '{"state": "installed", "why": ""}', b'{"old": 1}')
+    assert changed.endswith("is built for this host's GPUs, proved and installed (its description changes)")
     assert told.startswith("sglang-0.5.9: something put another sgl-kernel over ours") and "from the store" in detail
 
 
