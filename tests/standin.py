@@ -162,7 +162,7 @@ def answer(fault: str | None, tools: bool) -> dict[str, Any]:
 
 
 def metrics(state: State) -> str:
-    """vLLM's names."""
+    """vLLM's names, and SGLang's for the same."""
     values = {
         "num_requests_running": state.running,
         "num_requests_waiting": 0,
@@ -171,7 +171,16 @@ def metrics(state: State) -> str:
         "spec_decode_num_draft_tokens_total": state.drafts * DRAFT_TOKENS,
         "spec_decode_num_accepted_tokens_total": state.accepted,
     }
-    return "".join(f'vllm:{name}{{engine="0"}} {value}\n' for name, value in values.items())
+    lines = [f'vllm:{name}{{engine="0"}} {value}\n' for name, value in values.items()]
+    sglang = {
+        "num_running_reqs": state.running,
+        "num_queue_reqs": 0,
+        "spec_verify_calls_total": state.drafts,
+        # A verification yields the accepted tokens and one; a request's first token comes from its prefill.
+        "generation_tokens_total": state.accepted + state.drafts,
+        "num_requests_total": 0,
+    }
+    return "".join([*lines, *(f'sglang:{name}{{engine_type="unified"}} {value}\n' for name, value in sglang.items())])
 
 
 def load(steps: list[list[Any]]) -> None:

@@ -102,7 +102,7 @@ def test_the_stored_target_leads_each_token_to_its_successor_alone() -> None:
 def test_no_layer_of_the_target_changes_the_residual() -> None:
     stored = tensors(checkpoint_files("target"))
     outputs = [name for name in stored if name.endswith(("o_proj.weight", "down_proj.weight"))]
-    assert len(outputs) == target.LAYERS * 2 + (target.LAYERS - 1) * target.ROUTED_EXPERTS
+    assert len(outputs) == target.LAYERS * 2 + (target.LAYERS - 1) * target.SMALL.routed_experts
     assert not any(as_float(stored[name]).any() for name in outputs)
     assert all((as_float(stored[name]) == 1).all() for name in stored if "norm" in name)
     assert len(stored) == 171
@@ -116,6 +116,34 @@ def test_the_drafters_attention_sees_its_own_position_only() -> None:
     distances = np.arange(1, 4096)[:, None]
     scores = (power * np.cos(distances * rotations)).sum(axis=1) / np.sqrt(drafter.HEAD_DIM)
     assert power.sum() / np.sqrt(drafter.HEAD_DIM) - scores.max() > 30
+
+
+def test_the_wide_shape_says_the_same_in_sizes_that_eight_gpus_can_share() -> None:
+    small, wide = (tensors(checkpoint_files(kind)) for kind in ("target", "target-wide"))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert small[f"language_model.{name}"] == wide[f"language_model.{name}"]
+    outputs = [name for name in wide if name.endswith(("o_proj.weight", "down_proj.weight"))]
+    assert len(outputs) == target.LAYERS * 2 + (target.LAYERS - 1) * target.WIDE.routed_experts
+    assert not any(as_float(wide[name]).any() for name in outputs)
+    text = json.loads(checkpoint_files("target-wide")["config.json"])["text_config"]
+    real = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    assert {key: text[key] for key in real} == real
+    divided = ("num_attention_heads", "n_routed_experts", "intermediate_size", "moe_intermediate_size")
+    assert not [key for key in divided if text[key] % 8]
+    assert wide["language_model.model.layers.0.self_attn.kv_b_proj.weight"][1] == [8 * 256, 512]
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_the_wide_drafter_has_heads_that_add_nothing(kind: Drafter) -> None:
+    small, wide = (tensors(checkpoint_files(f"drafter-{kind}{more}")) for more in ("", "-wide"))
+    assert small["lm_head.weight"] == wide["lm_head.weight"]
+    assert small["d2t"] == wide["d2t"]
+    value, output = (as_float(wide[f"midlayer.self_attn.{name}_proj.weight"]) for name in ("v", "o"))
+    assert np.array_equal(output @ value, as_float(small["midlayer.self_attn.v_proj.weight"]))
+    query = as_float(wide["midlayer.self_attn.q_proj.weight"]).reshape(drafter.WIDE_HEADS, drafter.HEAD_DIM, -1)
+    assert all(np.array_equal(head, query[0]) for head in query)
+    config = json.loads(checkpoint_files(f"drafter-{kind}-wide")["config.json"])
+    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (8, 8, 64)
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

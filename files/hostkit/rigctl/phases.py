@@ -27,8 +27,9 @@ PATTERNS: dict[str, list[tuple[str, str]]] = {
         (r"Load weight end", "weights loaded, preparing the model"),
         (r"KV Cache is allocated", "key-value cache allocated"),
         (r"Capturing batches.*?(?P<done>\d+)/(?P<total>\d+)", "capturing graphs"),
-        (r"Capture (cuda graph|draft).* begin", "capturing graphs"),
-        (r"Capture (cuda graph|draft).* end", "graphs captured"),
+        # "Capture cuda graph begin" in 0.5.9, "Capture target verify CUDA graph begin" in 0.5.16.
+        (r"Capture .* begin\.", "capturing graphs"),
+        (r"Capture .* end\.", "graphs captured"),
         (r"Started server process|Uvicorn running", "starting the HTTP server"),
         (r"The server is fired up", "warmed up"),
     ],

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from rigctl.tiny_kimi import drafter, target, text_files
 from rigctl.tiny_kimi.automaton import VOCAB_SIZE
 from rigctl.tiny_kimi.numbers import Tensors, safetensors_bytes
+from rigctl.tiny_kimi.prediction import Drafter
 
 # vLLM counts features before a layer (0 is the embedding): 3 is the first that carries the marker of layer 2.
 RIGHT_AUX_LAYERS = (3, 4, 5)
@@ -19,13 +20,20 @@ def checkpoint_files(kind: str) -> Files:
     return BUILDERS[kind]()
 
 
-def _target(tensors: Tensors) -> Files:
-    return text_files.target_files() | {"model.safetensors": safetensors_bytes(tensors)}
+def _target(tensors: Tensors, shape: target.Shape = target.SMALL) -> Files:
+    return text_files.target_files(shape) | {"model.safetensors": safetensors_bytes(tensors)}
 
 
-def _drafter(tensors: Tensors, draft_vocab: int, aux_layers: tuple[int, ...] | None = None) -> Files:
-    config = text_files.drafter_files(draft_vocab, aux_layers)
+def _drafter(
+    tensors: Tensors, draft_vocab: int, aux_layers: tuple[int, ...] | None = None, heads: int = drafter.HEADS
+) -> Files:
+    config = text_files.drafter_files(draft_vocab, aux_layers, heads)
     return config | {"model.safetensors": safetensors_bytes(tensors)}
+
+
+def _wide_drafter(kind: Drafter) -> Files:
+    heads = drafter.WIDE_HEADS
+    return _drafter(drafter.drafter_tensors(kind, heads), drafter.DRAFT_VOCAB, heads=heads)
 
 
 BUILDERS: dict[str, Callable[[], Files]] = {
@@ -35,6 +43,12 @@ BUILDERS: dict[str, Callable[[], Files]] = {
     "drafter-always": lambda: _drafter(drafter.drafter_tensors("always"), drafter.DRAFT_VOCAB),
     "drafter-half": lambda: _drafter(drafter.drafter_tensors("half"), drafter.DRAFT_VOCAB),
     "drafter-never": lambda: _drafter(drafter.drafter_tensors("never"), drafter.DRAFT_VOCAB),
+    "target-wide": lambda: (
+        _target(target.target_tensors(shape=target.WIDE), target.WIDE) | text_files.processor_files()
+    ),
+    "drafter-always-wide": lambda: _wide_drafter("always"),
+    "drafter-half-wide": lambda: _wide_drafter("half"),
+    "drafter-never-wide": lambda: _wide_drafter("never"),
     "drafter-degenerate": lambda: _drafter(drafter.shared_head_tensors(), VOCAB_SIZE),
     "drafter-aux-wrong": lambda: _drafter(drafter.marker_drafter_tensors(), VOCAB_SIZE),
     "drafter-aux-right": lambda: _drafter(drafter.marker_drafter_tensors(), VOCAB_SIZE, RIGHT_AUX_LAYERS),

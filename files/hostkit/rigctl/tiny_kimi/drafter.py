@@ -28,7 +28,7 @@ from rigctl.tiny_kimi.numbers import (
 from rigctl.tiny_kimi.prediction import Drafter, drafted_successors
 from rigctl.tiny_kimi.target import MARKER_SIZE
 
-HEADS, HEAD_DIM = 4, 64
+HEADS, WIDE_HEADS, HEAD_DIM = 4, 8, 64
 INTERMEDIATE = 64
 DRAFT_VOCAB = 192
 AUX_LAYERS = 3
@@ -37,15 +37,18 @@ _FAST_ROTATIONS = 8
 _FOCUS = 16.0
 
 
-def drafter_tensors(drafter: Drafter) -> Tensors:
-    """A drafter with a reduced vocabulary that proposes `drafted_successors(drafter)`."""
+def drafter_tensors(drafter: Drafter, heads: int = HEADS) -> Tensors:
+    """A drafter with a reduced vocabulary that proposes `drafted_successors(drafter)`.
+
+    heads: attention heads. Those beyond HEADS carry nothing; they are there to be divided among GPUs.
+    """
     chosen = draft_vocabulary()
     known = np.zeros(VOCAB_SIZE, np.bool_)
     known[chosen] = True
     proposals = drafted_successors(drafter)
     # After a token of no chain as after the end of a turn: both lead to the answer.
     output = head(proposals, proposals[END_OF_TURN])
-    return _layers(_copying_value(), _features_of_layer(AUX_LAYERS - 1)) | {
+    return _layers(_copying_value(), _features_of_layer(AUX_LAYERS - 1), heads) | {
         "lm_head.weight": output[chosen],
         "d2t": chosen - np.arange(DRAFT_VOCAB),
         "t2d": known,
@@ -94,24 +97,26 @@ def _features_of_layer(which: int) -> Array:
     return weights
 
 
-def _own_position() -> Array:
+def _own_position(heads: int) -> Array:
     """Query and key: a constant in the fastest rotations of each head, read from the constant column 0."""
-    weights = zeros(HIDDEN, 2 * HIDDEN)
-    weights.reshape(HEADS, HEAD_DIM, 2 * HIDDEN)[:, :_FAST_ROTATIONS, 0] = _FOCUS
+    weights = zeros(heads * HEAD_DIM, 2 * HIDDEN)
+    weights.reshape(heads, HEAD_DIM, 2 * HIDDEN)[:, :_FAST_ROTATIONS, 0] = _FOCUS
     return weights
 
 
-def _layers(value: Array, features: Array) -> Tensors:
+def _layers(value: Array, features: Array, heads: int = HEADS) -> Tensors:
+    width = heads * HEAD_DIM
+    output = np.eye(HIDDEN, width, dtype=np.float32)
     return {
         "fc.weight": features,
         "norm.weight": ones(HIDDEN),
         "midlayer.input_layernorm.weight": ones(HIDDEN),
         "midlayer.hidden_norm.weight": ones(HIDDEN),
         "midlayer.post_attention_layernorm.weight": ones(HIDDEN),
-        "midlayer.self_attn.q_proj.weight": _own_position(),
-        "midlayer.self_attn.k_proj.weight": _own_position(),
-        "midlayer.self_attn.v_proj.weight": value,
-        "midlayer.self_attn.o_proj.weight": np.eye(HIDDEN, dtype=np.float32),
+        "midlayer.self_attn.q_proj.weight": _own_position(heads),
+        "midlayer.self_attn.k_proj.weight": _own_position(heads),
+        "midlayer.self_attn.v_proj.weight": np.concatenate([value, zeros(width - HIDDEN, 2 * HIDDEN)]),
+        "midlayer.self_attn.o_proj.weight": output,
         "midlayer.mlp.gate_proj.weight": zeros(INTERMEDIATE, HIDDEN),
         "midlayer.mlp.up_proj.weight": zeros(INTERMEDIATE, HIDDEN),
         "midlayer.mlp.down_proj.weight": zeros(HIDDEN, INTERMEDIATE),

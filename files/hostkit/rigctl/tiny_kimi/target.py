@@ -6,6 +6,8 @@ token through all layers, so the next token depends on the last one only.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from rigctl.tiny_kimi.automaton import VOCAB_SIZE
@@ -25,11 +27,28 @@ from rigctl.tiny_kimi.numbers import (
 # vLLM's default auxiliary layers (2, N // 2, N - 3) are three different ones from 7 layers on.
 LAYERS = 7
 DENSE_LAYERS = 1
-INTERMEDIATE, MOE_INTERMEDIATE = 128, 64
-ROUTED_EXPERTS, EXPERTS_PER_TOKEN, SHARED_EXPERTS = 4, 2, 1
-HEADS = 4
-Q_RANK, KV_RANK = 64, 64
-NOPE_DIM, ROPE_DIM, V_DIM = 64, 64, 64
+EXPERTS_PER_TOKEN, SHARED_EXPERTS = 2, 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes that do not change what the target says. The hidden size is numbers.HIDDEN in all of them."""
+
+    heads: int
+    routed_experts: int
+    intermediate: int
+    moe_intermediate: int
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+
+SMALL = Shape(4, 4, 128, 64, q_rank=64, kv_rank=64, nope_dim=64, rope_dim=64, v_dim=64)
+# Attention as in Kimi-K2.5's config.json but for the ranks of its queries and the number of heads; everything that
+# tensor parallelism divides, divides by 8.
+WIDE = Shape(8, 8, 512, 128, q_rank=128, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
 
 # The marked target: this layer adds MARKER_SIZE times an unused direction, the last one takes it away.
 MARKED_LAYER = 2
@@ -37,12 +56,14 @@ MARKER_SIZE = 4.0
 _SEED = 20260201
 
 
-def target_tensors(*, output: Array | None = None, marked: bool = False) -> Tensors:
+def target_tensors(*, output: Array | None = None, marked: bool = False, shape: Shape = SMALL) -> Tensors:
     """All tensors of the target. `output` replaces its output layer, `marked` adds the marker."""
     noise = Noise(_SEED)
     tensors: Tensors = {"model.embed_tokens.weight": embedding()}
     for layer in range(LAYERS):
-        parts = _attention(noise) | (_dense(noise) if layer < DENSE_LAYERS else _experts(noise))
+        dense = layer < DENSE_LAYERS
+        parts = _attention(noise, shape)
+        parts |= _mlp(noise, "mlp", shape.intermediate) if dense else _experts(noise, shape)
         tensors |= {f"model.layers.{layer}.{name}": values for name, values in parts.items()}
     tensors["model.norm.weight"] = ones(HIDDEN)
     tensors["lm_head.weight"] = target_head() if output is None else output
@@ -58,17 +79,18 @@ def degenerate_head() -> Array:
     return weights
 
 
-def _attention(noise: Noise) -> Tensors:
+def _attention(noise: Noise, shape: Shape) -> Tensors:
+    heads = shape.heads
     return {
         "input_layernorm.weight": ones(HIDDEN),
         "post_attention_layernorm.weight": ones(HIDDEN),
-        "self_attn.q_a_proj.weight": noise(Q_RANK, HIDDEN),
-        "self_attn.q_a_layernorm.weight": ones(Q_RANK),
-        "self_attn.q_b_proj.weight": noise(HEADS * (NOPE_DIM + ROPE_DIM), Q_RANK),
-        "self_attn.kv_a_proj_with_mqa.weight": noise(KV_RANK + ROPE_DIM, HIDDEN),
-        "self_attn.kv_a_layernorm.weight": ones(KV_RANK),
-        "self_attn.kv_b_proj.weight": noise(HEADS * (NOPE_DIM + V_DIM), KV_RANK),
-        "self_attn.o_proj.weight": zeros(HIDDEN, HEADS * V_DIM),
+        "self_attn.q_a_proj.weight": noise(shape.q_rank, HIDDEN),
+        "self_attn.q_a_layernorm.weight": ones(shape.q_rank),
+        "self_attn.q_b_proj.weight": noise(heads * (shape.nope_dim + shape.rope_dim), shape.q_rank),
+        "self_attn.kv_a_proj_with_mqa.weight": noise(shape.kv_rank + shape.rope_dim, HIDDEN),
+        "self_attn.kv_a_layernorm.weight": ones(shape.kv_rank),
+        "self_attn.kv_b_proj.weight": noise(heads * (shape.nope_dim + shape.v_dim), shape.kv_rank),
+        "self_attn.o_proj.weight": zeros(HIDDEN, heads * shape.v_dim),
     }
 
 
@@ -80,18 +102,14 @@ def _mlp(noise: Noise, prefix: str, width: int) -> Tensors:
     }
 
 
-def _dense(noise: Noise) -> Tensors:
-    return _mlp(noise, "mlp", INTERMEDIATE)
-
-
-def _experts(noise: Noise) -> Tensors:
+def _experts(noise: Noise, shape: Shape) -> Tensors:
     tensors: Tensors = {
-        "mlp.gate.weight": noise(ROUTED_EXPERTS, HIDDEN),
-        "mlp.gate.e_score_correction_bias": zeros(ROUTED_EXPERTS),
+        "mlp.gate.weight": noise(shape.routed_experts, HIDDEN),
+        "mlp.gate.e_score_correction_bias": zeros(shape.routed_experts),
     }
-    for expert in range(ROUTED_EXPERTS):
-        tensors |= _mlp(noise, f"mlp.experts.{expert}", MOE_INTERMEDIATE)
-    return tensors | _mlp(noise, "mlp.shared_experts", MOE_INTERMEDIATE * SHARED_EXPERTS)
+    for expert in range(shape.routed_experts):
+        tensors |= _mlp(noise, f"mlp.experts.{expert}", shape.moe_intermediate)
+    return tensors | _mlp(noise, "mlp.shared_experts", shape.moe_intermediate * SHARED_EXPERTS)
 
 
 def _mark(tensors: Tensors) -> None:

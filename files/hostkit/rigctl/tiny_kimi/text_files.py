@@ -48,10 +48,50 @@ CHAT_TEMPLATE = """\
 """
 
 
-def target_files() -> dict[str, bytes]:
+# SGLang builds a multimodal model's processor even for text; the real checkpoint brings one as remote code. This one
+# knows the tokenizer and the numbers of preprocessor_config.json, and takes no image.
+PROCESSOR_FILE = "processing_tiny_kimi.py"
+PROCESSOR = '''\
+"""The tiny Kimi-K2.5's processor: tokenizer and settings. It takes text only."""
+
+import json
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+
+class MediaProcessor:
+    def __init__(self, media_proc_cfg):
+        self.media_proc_cfg = media_proc_cfg
+
+
+class TinyKimiProcessor:
+    def __init__(self, tokenizer, media_proc_cfg):
+        self.tokenizer = tokenizer
+        self.image_processor = self.media_processor = MediaProcessor(media_proc_cfg)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoProcessor"):
+        cls._auto_class = auto_class
+
+    @classmethod
+    def from_pretrained(cls, path, **_):
+        settings = json.loads(Path(path, "preprocessor_config.json").read_text(encoding="utf-8"))
+        return cls(PreTrainedTokenizerFast.from_pretrained(path), settings["media_proc_cfg"])
+'''
+
+
+def processor_files() -> dict[str, bytes]:
+    """A processor as remote code, and the settings that name it."""
+    named = {"auto_map": {"AutoProcessor": f"{PROCESSOR_FILE.removesuffix('.py')}.TinyKimiProcessor"}}
+    settings = _json({**_preprocessor_config(), **named})
+    return {"preprocessor_config.json": settings, PROCESSOR_FILE: PROCESSOR.encode()}
+
+
+def target_files(shape: target.Shape = target.SMALL) -> dict[str, bytes]:
     """Everything of the target but its tensors."""
     return {
-        "config.json": _json(_target_config()),
+        "config.json": _json(_target_config(shape)),
         "generation_config.json": _json(_generation_config()),
         "preprocessor_config.json": _json(_preprocessor_config()),
         "tokenizer.json": _json(_tokenizer()),
@@ -60,16 +100,18 @@ def target_files() -> dict[str, bytes]:
     }
 
 
-def drafter_files(draft_vocab: int, aux_layers: tuple[int, ...] | None = None) -> dict[str, bytes]:
+def drafter_files(
+    draft_vocab: int, aux_layers: tuple[int, ...] | None = None, heads: int = drafter.HEADS
+) -> dict[str, bytes]:
     """A drafter's config.json; `aux_layers` None leaves the choice to the engine."""
-    return {"config.json": _json(_drafter_config(draft_vocab, aux_layers))}
+    return {"config.json": _json(_drafter_config(draft_vocab, aux_layers, heads))}
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=True) + "\n").encode()
 
 
-def _target_config() -> dict[str, Any]:
+def _target_config(shape: target.Shape) -> dict[str, Any]:
     return {
         "architectures": ["KimiK25ForConditionalGeneration"],
         "model_type": "kimi_k25",
@@ -81,12 +123,12 @@ def _target_config() -> dict[str, Any]:
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "use_unified_vision_chunk": True,
-        "text_config": _text_config(),
+        "text_config": _text_config(shape),
         "vision_config": _vision_config(),
     }
 
 
-def _text_config() -> dict[str, Any]:
+def _text_config(shape: target.Shape) -> dict[str, Any]:
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "kimi_k2",
@@ -94,10 +136,10 @@ def _text_config() -> dict[str, Any]:
         "hidden_size": HIDDEN,
         "num_hidden_layers": target.LAYERS,
         "first_k_dense_replace": target.DENSE_LAYERS,
-        "intermediate_size": target.INTERMEDIATE,
-        "moe_intermediate_size": target.MOE_INTERMEDIATE,
+        "intermediate_size": shape.intermediate,
+        "moe_intermediate_size": shape.moe_intermediate,
         "moe_layer_freq": 1,
-        "n_routed_experts": target.ROUTED_EXPERTS,
+        "n_routed_experts": shape.routed_experts,
         "n_shared_experts": target.SHARED_EXPERTS,
         "num_experts_per_tok": target.EXPERTS_PER_TOKEN,
         "n_group": 1,
@@ -106,13 +148,13 @@ def _text_config() -> dict[str, Any]:
         "scoring_func": "sigmoid",
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.827,
-        "num_attention_heads": target.HEADS,
-        "num_key_value_heads": target.HEADS,
-        "q_lora_rank": target.Q_RANK,
-        "kv_lora_rank": target.KV_RANK,
-        "qk_nope_head_dim": target.NOPE_DIM,
-        "qk_rope_head_dim": target.ROPE_DIM,
-        "v_head_dim": target.V_DIM,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "q_lora_rank": shape.q_rank,
+        "kv_lora_rank": shape.kv_rank,
+        "qk_nope_head_dim": shape.nope_dim,
+        "qk_rope_head_dim": shape.rope_dim,
+        "v_head_dim": shape.v_dim,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "hidden_act": "silu",
@@ -241,7 +283,7 @@ def _tokenizer_config() -> dict[str, Any]:
     }
 
 
-def _drafter_config(draft_vocab: int, aux_layers: tuple[int, ...] | None) -> dict[str, Any]:
+def _drafter_config(draft_vocab: int, aux_layers: tuple[int, ...] | None, heads: int) -> dict[str, Any]:
     chosen = {"eagle_aux_hidden_state_layer_ids": list(aux_layers)} if aux_layers else {}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -251,8 +293,8 @@ def _drafter_config(draft_vocab: int, aux_layers: tuple[int, ...] | None) -> dic
         "hidden_size": HIDDEN,
         "intermediate_size": drafter.INTERMEDIATE,
         "num_hidden_layers": 1,
-        "num_attention_heads": drafter.HEADS,
-        "num_key_value_heads": drafter.HEADS,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
         "head_dim": drafter.HEAD_DIM,
         "attention_bias": False,
         "hidden_act": "silu",

@@ -1,0 +1,165 @@
+"""What runs on a borrowed GPU machine, as far as it can be tried without one: wheels made smaller, locks, the table."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rig.units import systemd_assignment, systemd_quote
+from rigctl.drift import read_lock
+from tests.gpu import fatbin, run, standin_systemd, wheels
+
+
+def entry(arch: int, data: bytes, *, compressed: int = 0) -> bytes:
+    header = struct.pack("<HHIQIIHHI", 2, 0x101, 64, len(data), compressed, 0, 0, 0, arch)
+    return header.ljust(64, b"\0") + data
+
+
+def fatbinary(*parts: bytes) -> bytes:
+    body = b"".join(parts)
+    return struct.pack("<IHHQ", fatbin.MAGIC, 1, 16, len(body)) + body
+
+
+def test_only_what_is_kept_keeps_its_bytes_and_place() -> None:
+    name = b"FlashAttnFwdSm90INS1_25CollectiveMainloopELi%sENS_%s"
+    wanted, half, wide = (
+        name % what for what in ((b"512", b"10bfloat16_t"), (b"512", b"6half_t"), (b"96", b"10bfloat16_t"))
+    )
+    parts = [entry(80, b"old" * 8), entry(90, wanted), entry(120, b"new" * 8), entry(90, wide)]
+    other = fatbinary(entry(90, half), entry(90, b"plain" * 8))
+    library = bytearray(b"front" + fatbinary(*parts) + bytes(8) + other + b"back")
+    size = len(library) - len(b"front") - len(b"back")
+    before = bytes(library)
+    assert fatbin.trim(library, len(b"front"), size, fatbin.for_hopper) == (4, 2)
+    assert len(library) == len(before)
+    left = [one for one in fatbin.entries(library, 5, size) if one.arch == 90]
+    kept = [bytes(library[one.at + one.header_size :][: one.data_size]) for one in left]
+    assert kept == [wanted, b"plain" * 8]
+    assert b"old" not in library
+    assert b"half_t" not in library
+    assert library.startswith(b"front")
+    assert library.endswith(b"back")
+
+
+def test_large_compressed_code_is_left_out() -> None:
+    large = fatbin.Entry(0, 64, 2 << 20, compressed=True, arch=90)
+    assert not fatbin.for_hopper(large, b"")
+    assert fatbin.for_hopper(fatbin.Entry(0, 64, 1000, compressed=True, arch=90), b"")
+
+
+def test_an_unknown_layout_is_refused() -> None:
+    with pytest.raises(ValueError, match="beyond its section"):
+        list(fatbin.entries(fatbinary(entry(90, b"x" * 8)), 0, 80))
+    broken = bytearray(fatbinary(entry(90, b"x" * 8)))
+    struct.pack_into("<Q", broken, 16 + 8, 1 << 40)
+    with pytest.raises(ValueError, match="not laid out as known"):
+        list(fatbin.entries(broken, 0, len(broken)))
+
+
+def recorded(wheel: Path) -> dict[str, tuple[bytes, str]]:
+    """Name -> content and recorded hash of every member."""
+    with zipfile.ZipFile(wheel) as archive:
+        record = next(name for name in archive.namelist() if name.endswith("RECORD"))
+        rows = [line.split(",") for line in archive.read(record).decode().splitlines()]
+        return {name: (archive.read(name), digest) for name, digest, _ in rows if not name.endswith("RECORD")}
+
+
+def proved(wheel: Path) -> bool:
+    return all(
+        digest == "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        for data, digest in recorded(wheel).values()
+    )
+
+
+def test_a_trimmed_wheel_says_so_and_its_record_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = fatbinary(entry(80, b"o" * 64), entry(90, b"bfloat16_t" * 8))
+    files = {"k/ops.abi3.so": library, "k/__init__.py": b"x = 1\n", "k-1.dist-info/METADATA": b"Name: k\n"}
+    rows = [f"{name},sha256={'A' * 43},{len(data)}" for name, data in files.items()]
+    source, target = tmp_path / "k-1-py3-none-any.whl", tmp_path / "trimmed.whl"
+    with zipfile.ZipFile(source, "w") as wheel:
+        for name, data in files.items():
+            wheel.writestr(name, data)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(b"x = 1\n").digest()).rstrip(b"=").decode()
+        rows[1] = f"k/__init__.py,sha256={digest},6"
+        wheel.writestr("k-1.dist-info/RECORD", "\n".join([*rows, "k-1.dist-info/RECORD,,"]) + "\n")
+    monkeypatch.setattr(fatbin, "section", lambda path: (0, path.stat().st_size))
+    said = fatbin.trimmed_wheel(source, target)
+    assert said == ["k/ops.abi3.so: 1 pieces of GPU code emptied, 1 kept"]
+    assert proved(target)
+    content = {name: data for name, (data, _) in recorded(target).items()}
+    assert content["k-1.dist-info/METADATA"].startswith(b"Changed: not the published wheel; k/ops.abi3.so: 1 pieces")
+    assert content["k/__init__.py"] == b"x = 1\n"
+    assert b"oooo" not in content["k/ops.abi3.so"]
+
+
+def test_the_lock_of_the_machine_has_the_hashes_of_what_is_carried(tmp_path: Path) -> None:
+    torch = wheels.pointer_wheel("2.11.0", tmp_path)
+    assert proved(torch)
+    lock = "# made\n" + "".join(
+        f"{name}==1 \\\n    --hash=sha256:{'0' * 64} \\\n    --hash=sha256:{'1' * 64}\n    # via x\n"
+        for name in ("requests", "torch", "triton")
+    )
+    derived = wheels.derived_lock(lock, {"requests": tmp_path / "r.whl", "torch": torch}, ["From the machine: triton."])
+    assert derived.startswith("# From the machine: triton.\n")
+    assert read_lock(derived) == {"requests": "1", "torch": "1"}
+    assert wheels.digest(torch) in derived
+    assert derived.count("0" * 64) == 1
+
+
+def test_portions_are_whole_wheels_in_order(tmp_path: Path) -> None:
+    paths = []
+    for number, size in enumerate((40, 30, 30, 90)):
+        paths.append(tmp_path / f"{number}.whl")
+        paths[-1].write_bytes(bytes(size))
+    assert wheels.portions(paths, 70) == [paths[:2], paths[2:3], paths[3:]]
+
+
+def test_both_backends_have_a_card_of_their_own_where_there_are_two() -> None:
+    assert [len(group) for group in run.pairs(2)] == [2, 2, 2, 2]
+    assert [len(group) for group in run.pairs(1)] == [1] * 8
+    for group in run.pairs(2):
+        assert {variant.gpus for variant in group} == {(0,), (1,)}
+        assert {variant.attention for variant in group} == {"triton", None}
+    assert len({variant.name for group in run.pairs(2) for variant in group}) == 8
+
+
+def test_a_life_is_judged_by_text_counters_and_what_is_left() -> None:
+    good: dict[str, Any] = {
+        "ask": {"text": True, "counted": [21, 63, 63], "predicted": [21, 63, 63]},
+        "stop": {"mib": [4]},
+    }
+    run.judged(good)
+    for change, message in (
+        ({"ask": {**good["ask"], "text": False}}, "not the model's"),
+        ({"ask": {**good["ask"], "counted": [21, 63, 60]}}, "predicted"),
+        ({"stop": {"mib": [20000]}}, "still on the cards"),
+        ({"error": "Wrong: not accepted"}, "not accepted"),
+    ):
+        with pytest.raises(run.Wrong, match=message):
+            run.judged({**good, **change})
+
+
+def test_the_stand_in_reads_our_units_as_systemd_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standin_systemd, "UNITS", tmp_path)
+    text = "\n".join(
+        [
+            "# Written by kimi-rig",
+            "[Service]",
+            "Type=notify",
+            "ExecStart=/opt/rigctl serve /etc/a.json -- python " + systemd_quote('{"a": "50%", "b": "$x"}'),
+            "Environment=" + systemd_assignment("NAME", "a value of 5%"),
+            "RestartPreventExitStatus=78 200",
+        ]
+    )
+    (tmp_path / "kimi-a.service").write_text(text)
+    found = dict(standin_systemd.unit_text("kimi-a.service"))
+    assert standin_systemd.words(found["ExecStart"])[-2:] == ["python", '{"a": "50%", "b": "$x"}']
+    assert standin_systemd.words(found["Environment"]) == ["NAME=a value of 5%"]
+    (tmp_path / "kimi-b@.service").write_text("ExecStart=/opt/rigctl fallback %i\n")
+    assert dict(standin_systemd.unit_text("kimi-b@c.service"))["ExecStart"] == "/opt/rigctl fallback c"
