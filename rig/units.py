@@ -192,7 +192,11 @@ def unit_file(plan: HostPlan, name: str) -> str:
     environment_path = plan.environments[configuration.release].path
     # Compiled kernels of one release must never meet another: a new environment starts with an empty cache.
     cache = f"{layout.CACHE}/{name}/{configuration.release}-{environment_path.rpartition('/')[2]}"
-    environment = {**jit_caches(cache), **engine_environment(plan, configuration)}
+    # Compilers at serve time are run by name: ninja lies in the engine's own environment, nvcc in the toolkit.
+    engine = engine_environment(plan, configuration)
+    compilers = [f"{engine['CUDA_HOME']}/bin"] if "CUDA_HOME" in engine else []
+    path = ":".join([f"{environment_path}/bin", *compilers, SYSTEM_PATH])
+    environment = {"PATH": path, **jit_caches(cache), **engine}
     return _JINJA.get_template("kimi.service.j2").render(
         mark=layout.UNIT_MARK,
         name=name,
@@ -220,6 +224,9 @@ def unit_file(plan: HostPlan, name: str) -> str:
 
 # In every published launch on 8 cards; the host's settings may add to them.
 LIMITS = {"LimitMEMLOCK": "infinity", "LimitNOFILE": "1048576"}
+
+# systemd's own for services (systemd.exec(5)).
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # Exit codes by which systemd says that it cannot set a unit up (systemd.exec(5)): another try would end the same.
 SYSTEMD_FAILURES = (200, 203, 214, 216, 217, 218, 219, 225, 226, 227, 228, 233, 234, 238, 239, 240, 241, 243)

@@ -53,7 +53,8 @@ def test_an_engine_that_dies_while_loading_leaves_its_last_words(tmp_path: Path)
     run = Run(tmp_path, {"load": [*WEIGHTS, ["log", "torch.OutOfMemoryError: no room"], ["exit", 3]]})
     assert run.end() == 78
     cause = run.json("cause.json")
-    assert cause["cause"] == "the engine ended by itself while loading weights 2/64 (exit code 3)"
+    how = "the engine ended by itself while loading weights 2/64 (exit code 3)"
+    assert cause["cause"] == f"{how}: torch.OutOfMemoryError: no room"
     assert "torch.OutOfMemoryError: no room" in cause["last_words"]
 
 

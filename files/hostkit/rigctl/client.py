@@ -66,6 +66,7 @@ class Engine:
 
     def __init__(self, specification: Specification, key: str | None = None) -> None:
         self.specification = specification
+        self.listening = False  # whether `ready` has seen it answer at all
         self._session = requests.Session()
         self._session.trust_env = False  # no proxy stands between rigctl and this machine
         if key:
@@ -100,6 +101,7 @@ class Engine:
         """
         try:
             self.models(timeout)
+            self.listening = True
             return self._get("/health", max(timeout, 25)).ok
         except (requests.RequestException, ValueError, KeyError):
             return False
@@ -216,11 +218,13 @@ def read_metrics(engine: str, text: str, speculation: Mapping[str, Any]) -> Metr
         steps = int(value["drafts"])
         accepted = max(0, int(value["generated"] - value["requests"]) - steps)
         counted = Speculation(steps, steps * (int(speculation.get("draft_tokens") or 4) - 1), accepted)
+    # SGLang 0.5.16 exports its gauges of speculation as 0 when there is none.
+    own = present & {"own_rate", "own_length"} if speculation else set()
     return Metrics(
         running=int(value["running"]),
         waiting=int(value["waiting"]),
         pulse=tuple(found.get(name, 0) for name in names["pulse"]),
         speculation=counted,
-        own_rate=value["own_rate"] if "own_rate" in present else None,
-        own_length=value["own_length"] if "own_length" in present else None,
+        own_rate=value["own_rate"] if "own_rate" in own else None,
+        own_length=value["own_length"] if "own_length" in own else None,
     )

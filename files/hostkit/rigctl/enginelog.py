@@ -15,6 +15,10 @@ from typing import BinaryIO
 from rigctl.phases import Phases
 
 HARMLESS = "[harmless] "
+_ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): |^CUDA error|^Subprocess \S+ .*crashed")
+# SGLang 0.5.16: once a process of its own has died it waits five seconds and then kills its whole tree with SIGKILL.
+_STAMP = re.compile(r"^\[[^]]*\d\d:\d\d:\d\d[^]]*\] ")
+_CHILD = re.compile(r"[Ss]igquit from a child process|SIGQUIT received\.|Subprocess \S+ .*crashed")
 _LONGEST = 16384  # bytes of one line; the rest goes to the next
 
 
@@ -35,6 +39,8 @@ class EngineLog:
         self.phase = "starting the engine"
         self.news = 0
         self.last_words: deque[str] = deque(maxlen=5)
+        self.last_error: str | None = None
+        self.child_failed = False
         self._phases, self._harmless, self._file = phases, harmless, file
         self._secret = secret.encode() if secret else None
         self._journal = journal or sys.stdout.buffer
@@ -45,6 +51,11 @@ class EngineLog:
         """Read from `descriptor` until its end."""
         self._thread = threading.Thread(target=self._pump, args=(descriptor,), daemon=True)
         self._thread.start()
+
+    def catch_up(self, seconds: float = 0.5) -> None:
+        """Let what an ended engine wrote last be read; a child of it that lives on may hold the pipe open."""
+        if self._thread:
+            self._thread.join(seconds)
 
     def finish(self) -> None:
         """Wait briefly for what the engine wrote last."""
@@ -95,6 +106,10 @@ class EngineLog:
             self.news += 1
         if not harmless:
             self.last_words.append(text[:300])
+            bare = _STAMP.sub("", text)
+            self.child_failed |= bool(_CHILD.search(bare))
+            if _ERROR.match(bare):
+                self.last_error = bare[:200]
 
 
 class RunFile:

@@ -25,7 +25,8 @@ from rigctl.specification import installed
 
 SHM = Path("/dev/shm")  # noqa: S108  # the segments' place, not a temporary file
 ENGINE = re.compile(r"sglang[.:]|vllm[. ]|VLLM::|sgl_diffusion|/vllm\b")
-SEGMENTS = ("sgl_shm_*", "psm_*", "sem.mp-*", "nccl-*", "torch_*", "vllm*")
+# The last two: left behind by SGLang 0.5.16 at every stop.
+SEGMENTS = ("sgl_shm_*", "psm_*", "sem.mp-*", "nccl-*", "torch_*", "vllm*", "sglang_loads_*.shm", "sem.loky-*")
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from rigctl.specification import Specification, read, write_json, write_text
 from rigctl.watch import Watch
 
 POLL_SECONDS = 0.1
+WARM_UP_POLL_SECONDS = 1.0
 TICK_SECONDS = 1.0
 SAY_SECONDS = 10.0  # between two signs of life to systemd
 EXTEND_SECONDS = 120
@@ -190,7 +191,8 @@ class Supervisor:
     def _until_ready(self) -> None:
         begun = time.monotonic()
         while not self._meanwhile(self._engine.ready, lambda: self._load_text(begun)):
-            self._pause(POLL_SECONDS)
+            # Every question to one that warms up is two lines in its log (SGLang, minutes on a large model).
+            self._pause(WARM_UP_POLL_SECONDS if self._engine.listening else POLL_SECONDS)
             self._say(self._load_text(begun))
         self._facts |= {"noticed_at": round(time.time(), 3), "load_seconds": round(time.monotonic() - begun, 2)}
         self._ours()
@@ -280,8 +282,11 @@ class Supervisor:
         if received is not None and received.si_signo != signal.SIGCHLD:
             raise Stop
         if self._process is not None and (status := self._process.poll()) is not None:
+            self._log.catch_up()
             during = "" if self._accepted else f" while {self._log.phase}"
-            raise Failure(f"the engine ended by itself{during} ({_exit_text(status)})")
+            how = "after a process of its own had failed" if self._log.child_failed else _exit_text(status)
+            said = f": {self._log.last_error}" if self._log.last_error else ""
+            raise Failure(f"the engine ended by itself{during} ({how}){said}")
 
     def _say(self, text: str) -> None:
         """Tell systemd what goes on, at once when the phase is another and else every few seconds."""
