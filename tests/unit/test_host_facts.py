@@ -151,6 +151,8 @@ def test_a_document_that_is_none_is_refused() -> None:
 
 def test_matrices_as_recorded_and_published() -> None:
     assert parse_matrix((H200 / "smi-topo.txt").read_text()) == (("X",),)
+    two = H200.with_name("h200-x2") / "smi-topo.txt"
+    assert parse_matrix(two.read_text()) == (("X", "NV18"), ("NV18", "X"))
     assert published("core-ultra") == (("X", "PHB"), ("PHB", "X"))
     assert published("esc8000a")[0] == ("X", "PIX", "NODE", "NODE", "SYS", "SYS", "SYS", "SYS")
     assert len(published("wrx90")) == 8
