@@ -38,6 +38,7 @@ class State:
 
     def __init__(self, arguments: argparse.Namespace, key: str | None) -> None:
         self.model: str = arguments.model
+        self.sglang: bool = getattr(arguments, "sglang", False)
         self.key = key
         self.faults_file: Path | None = arguments.faults
         self.worker: subprocess.Popen[bytes] | None = None
@@ -162,7 +163,7 @@ def answer(fault: str | None, tools: bool) -> dict[str, Any]:
 
 
 def metrics(state: State) -> str:
-    """vLLM's names, and SGLang's for the same."""
+    """vLLM's names, or SGLang's for the same where it was started as SGLang is."""
     values = {
         "num_requests_running": state.running,
         "num_requests_waiting": 0,
@@ -171,16 +172,17 @@ def metrics(state: State) -> str:
         "spec_decode_num_draft_tokens_total": state.drafts * DRAFT_TOKENS,
         "spec_decode_num_accepted_tokens_total": state.accepted,
     }
-    lines = [f'vllm:{name}{{engine="0"}} {value}\n' for name, value in values.items()]
-    sglang = {
-        "num_running_reqs": state.running,
-        "num_queue_reqs": 0,
-        "spec_verify_calls_total": state.drafts,
+    if state.sglang:
         # A verification yields the accepted tokens and one; a request's first token comes from its prefill.
-        "generation_tokens_total": state.accepted + state.drafts,
-        "num_requests_total": 0,
-    }
-    return "".join([*lines, *(f'sglang:{name}{{engine_type="unified"}} {value}\n' for name, value in sglang.items())])
+        values = {
+            "num_running_reqs": state.running,
+            "num_queue_reqs": 0,
+            "spec_verify_calls_total": state.drafts,
+            "generation_tokens_total": state.accepted + state.drafts,
+            "num_requests_total": 0,
+        }
+    engine = "sglang" if state.sglang else "vllm"
+    return "".join(f'{engine}:{name}{{engine="0"}} {value}\n' for name, value in values.items())
 
 
 def load(steps: list[list[Any]]) -> None:
@@ -233,6 +235,7 @@ def main() -> None:
     parser.add_argument("--plan", type=json.loads, default={})
     parser.add_argument("--shutdown-timeout", type=float, default=0)
     arguments, _ = parser.parse_known_args()
+    arguments.sglang = "--model-path" in sys.argv
     print("ARGV " + json.dumps(sys.argv), flush=True)
     print("KIMI " + json.dumps({k: v for k, v in os.environ.items() if k.startswith("DRILL_")}), flush=True)
     key = api_key(arguments)
