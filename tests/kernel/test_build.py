@@ -11,7 +11,7 @@ import pytest
 
 from rigctl.cli import RigctlError
 from rigctl.installed import distributions, site_packages
-from rigctl.kernel import store
+from rigctl.kernel import store, toolchain
 from tests.kernel.conftest import Bench
 
 
@@ -60,6 +60,7 @@ def test_every_input_makes_another_wheel(bench: Bench, tmp_path: Path) -> None:
     dependency.write_text(dependency.read_text() + "\n// another\n")
     rebuilt()
     bench.changes |= other_torch(bench, tmp_path)
+    toolchain.provide(bench.spec)
     rebuilt()
     assert len(bench.stored()) == 5
     bench.changes.pop("environment"), bench.changes.pop("lock")

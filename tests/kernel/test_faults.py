@@ -20,33 +20,43 @@ from rig.catalog import ROOT
 from rigctl.installed import distributions, site_packages
 from tests.kernel.conftest import UV, Bench, kill_tree, run, until
 
+BUILD = """
+import sys
+from rigctl.kernel import build, spec, toolchain
+wanted = spec.read(sys.argv[1])
+toolchain.provide(wanted)
+chain = toolchain.examine(wanted)
+build.Build(wanted, chain, build.gather(wanted, chain)).run(int(sys.argv[2]))
+"""
 
-def in_group(bench: Bench, group: Path) -> tuple[int, str]:
-    """`rigctl kernel ensure` with all its processes in a memory control group; exit code and what it says."""
+
+def in_group(bench: Bench, group: Path, jobs: int) -> tuple[int, str]:
+    """A build with all its processes in a memory control group, without ccache; exit code and what it says."""
+    bench.changes["variables"] = {"CCACHE_DISABLE": "1"}
     file = bench.root / "rig-kernel.json"
     file.write_text(json.dumps(bench.content()))
-    script = f"echo $$ > {group}/cgroup.procs; exec {sys.executable} -m rigctl kernel ensure {file}"
-    # No ccache: every compiler must run.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "files/hostkit"), "CCACHE_DISABLE": "1"}
-    done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    script = f'echo $$ > {group}/cgroup.procs; exec {sys.executable} -c "$0" {file} {jobs}'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "files/hostkit"), "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(["sh", "-c", script, BUILD], env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("memory_group", [1750], indirect=True)
+@pytest.mark.parametrize("memory_group", [2000], indirect=True)
 def test_compilers_killed_for_memory_run_again_with_fewer_jobs(bench: Bench, memory_group: Path) -> None:
-    """Two at once do not fit, one does: the need was said to be small, so the launcher could not know."""
-    bench.changes |= {"memory": {"default": 50}, "jobs": 2, "variables": {"CCACHE_DISABLE": "1"}}
-    code, said = in_group(bench, memory_group)
+    """All ten files at once do not fit, one does: the need was said to be small, so the launcher could not know."""
+    bench.changes |= {"memory": {"default": 10}, "drop_targets": ["flash_ops"]}
+    code, said = in_group(bench, memory_group, jobs=10)
     assert code == 0, said
-    assert re.search(r"was killed for want of memory: once more, with 1 jobs", said), said
-    receipt = bench.receipt()
-    assert receipt["attempts"] == 2 and receipt["jobs"] == 1 and bench.state()["state"] == "installed"
+    assert re.search(r"was killed for want of memory: once more, with 5 jobs", said), said
+    [wheel] = bench.stored()
+    receipt = json.loads((wheel.parent / "receipt.json").read_text())
+    assert receipt["attempts"] == 2 and receipt["jobs"] == 5
+    assert all(held == {"sm_120a": 4} for held in receipt["cubins"].values()) and len(receipt["cubins"]) == 2
 
 
 @pytest.mark.parametrize("memory_group", [900], indirect=True)
 def test_a_file_that_never_fits_is_named(bench: Bench, memory_group: Path) -> None:
-    bench.changes |= {"variables": {"CCACHE_DISABLE": "1"}, "jobs": 2}
-    code, said = in_group(bench, memory_group)
+    code, said = in_group(bench, memory_group, jobs=2)
     assert code == 1 and said.count("once more, with 1 jobs") == 1
     assert re.search(r"kernels/csrc/heavy.cu was killed for want of memory twice \(it held \d+ MiB", said), said
     assert bench.stored() == [] and bench.state()["state"] == "missing"

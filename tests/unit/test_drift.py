@@ -201,3 +201,16 @@ def test_command_line(environment: Environment, capsys: pytest.CaptureFixture[st
 def test_a_lock_for_several_interpreters_is_read_for_this_one() -> None:
     text = "one==1 ; sys_platform == 'win32' \\\n    --hash=sha256:0\ntwo[x]==2 ; python_version >= '3' \\\nTwo_b==3\n"
     assert drift.read_lock(text) == {"two": "2", "two-b": "3"}
+
+
+def test_a_kernel_library_of_ours_is_judged_apart() -> None:
+    """Its files are notes, also those of a wheel that was put over it; nothing else is."""
+    found = [
+        drift.Finding("file", "sgl_kernel/ops.so", "changed since it was proved"),
+        drift.Finding("file", "sgl_kernel-0.4.dist-info/RECORD", "new since it was proved"),
+        drift.Finding("kernel", "sgl-kernel", "is 0.4; the lock has 0.3"),
+        drift.Finding("file", "sgl_kernels/x.py", "changed since it was proved"),
+    ]
+    apart = list(drift.kernel_apart(found, ["sgl-kernel"], ("sgl_kernel/", "sgl_kernel-")))
+    assert [each.severity for each in apart] == ["note", "note", "note", "drift"]
+    assert list(drift.kernel_apart(found, ["sgl-kernel"], ())) == found, "the lock's own wheel is drift like any other"

@@ -571,6 +571,10 @@ def test_every_file_is_compared_with_the_wheel(tmp_path: Path) -> None:
     assert install.differs(made, site) == "rig_kernel/__init__.py is missing"
 
 
+def test_how_the_names_of_a_wheels_files_begin(tmp_path: Path) -> None:
+    assert install.name_parts(wheel(tmp_path)) == ["rig_kernel/", "rig_kernel-"]
+
+
 def test_one_package_of_a_lock() -> None:
     first = "a==1 \\\n    --hash=sha256:1 \\\n    --hash=sha256:2\n"
     lock = f"{first}    # via b\nsgl-kernel==0.3 \\\n    --hash=sha256:3\nz==2\n"

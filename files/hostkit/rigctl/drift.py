@@ -213,14 +213,26 @@ class Expected:
     """Name and version of the kernel wheel put over the lock's; None: as the environment's own record says."""
 
 
-def _kernel(expected: Expected) -> Mapping[str, str]:
+def _kernel(expected: Expected) -> tuple[Mapping[str, str], tuple[str, ...]]:
+    """Name and version of the kernel wheel that was put over the lock's, and how the names of its files begin."""
     if expected.kernel is not None:
-        return expected.kernel
+        return expected.kernel, ()
     try:
-        record: dict[str, str] = json.loads((expected.site.parents[2] / KERNEL_RECORD).read_text())
-        return {record["package"]: record["version"]}
+        record = json.loads((expected.site.parents[2] / KERNEL_RECORD).read_text())
+        return {record["package"]: record["version"]}, tuple(record.get("parts", ()))
     except (OSError, ValueError, KeyError):
-        return {}
+        return {}, ()
+
+
+def kernel_apart(findings: Iterable[Finding], package: Iterable[str], parts: tuple[str, ...]) -> Iterator[Finding]:
+    """The same findings; those on a kernel wheel of ours are notes: a deploy repairs it (`rigctl kernel`)."""
+    names = set(package)
+    for each in findings:
+        if parts and (each.where.startswith(parts) or each.where in names):
+            what = f"{each.what} (of the kernel library: `rigctl kernel status`)"
+            yield Finding(each.kind, each.where, what, "note")
+        else:
+            yield each
 
 
 def inspect(expected: Expected, *, full: bool) -> list[Finding]:
@@ -228,8 +240,9 @@ def inspect(expected: Expected, *, full: bool) -> list[Finding]:
     installed = distributions(expected.site)
     pairs = [(each.name, each.version) for each in installed]
     findings: list[Finding] = []
+    kernel, parts = _kernel(expected)
     if expected.lock:
-        findings += compare_packages(pairs, {**read_lock(_text(expected.lock)), **_kernel(expected)})
+        findings += compare_packages(pairs, {**read_lock(_text(expected.lock)), **kernel})
     findings += flashinfer_parts(dict(pairs))
     findings += nccl_libraries(expected.site, expected.system_libraries)
     patched, ours = _series(expected)
@@ -239,7 +252,7 @@ def inspect(expected: Expected, *, full: bool) -> list[Finding]:
         findings += prove_files(expected.site, digests, ours) + foreign_files(expected.site, digests)
     else:
         findings += compare_stamps(read_stamp(expected.stamp), stamp_of(expected.site))
-    return findings
+    return list(kernel_apart(findings, kernel, parts))
 
 
 def _series(expected: Expected) -> tuple[list[Finding], dict[str, str]]:

@@ -54,6 +54,13 @@ def _hex(hashed: str) -> str:
     return base64.urlsafe_b64decode(raw + "=" * (-len(raw) % 4)).hex()
 
 
+def name_parts(wheel: Path) -> list[str]:
+    """How the names of a wheel's files begin, whatever its version: ["sgl_kernel/", "sgl_kernel-"]."""
+    distribution = wheel.name.partition("-")[0] + "-"
+    tops = {file.path.partition("/")[0] + "/" for file in wheel_files(wheel) if "/" in file.path}
+    return [*sorted(top for top in tops if not top.startswith(distribution)), distribution]
+
+
 def differs(wheel: Path, site: Path) -> str | None:
     """The first file that is not as in the wheel; None when all are. Reads every byte."""
     for file in wheel_files(wheel):
@@ -174,7 +181,8 @@ def install(spec: Spec, wheel: Path, digest: str) -> None:
     if (after := _others(spec)) != before:
         raise RigctlError(f"{spec.environment}: other packages changed: {sorted(before ^ after)}")
     _prove(spec, {normalised(spec.package): wheel_name(wheel)[1]})
-    write_record(spec, digest=digest, package=normalised(spec.package), version=wheel_name(wheel)[1], mode="source")
+    name, version = wheel_name(wheel)
+    write_record(spec, digest=digest, package=name, version=version, mode="source", parts=name_parts(wheel))
     print(f"{wheel.name} is installed in {spec.environment}", flush=True)
 
 
