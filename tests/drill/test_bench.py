@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -41,9 +42,13 @@ SWEEPS: dict[str, dict[str, Any]] = {
     "planted-full": {"rounds": 2, "loads": [{"context": 0, "concurrency": [1, 2, 3]}]},
     "planted-stop": {"rounds": 2, "loads": [{"context": 0, "concurrency": [1, 2]}], "output_tokens": 63},
 }
-# Rounds in which something else takes the processors, by concurrency: the first is cold; every other one is slow.
-HOGGED = {1: {1}, 2: {2, 4, 6}}
-HOGS = 6
+# Rounds in which the engine's worker is stopped three quarters of the time: the first is cold; every other one is slow.
+SLOWED = {1: {1}, 2: {2, 4, 6}}
+SLOW = "/var/tmp/drill-slow"
+SLOWER = (
+    f"while sleep 0.1; do if [ -e {SLOW} ]; then w=$(pgrep -f ^VLLM::Worker); kill -STOP $w; sleep 0.3; "
+    "kill -CONT $w; fi; done"
+)
 
 
 @dataclass
@@ -132,29 +137,29 @@ def test_unequal_limits_are_named(bench: Bench) -> None:
 
 
 def test_cold_and_bimodal_rounds_are_named(bench: Bench) -> None:
-    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(HOGS)]
-    ended = threading.Event()
+    slow, ended = bench.box.path(SLOW), threading.Event()
 
-    def hog() -> None:
-        while not ended.wait(0.2):
+    def follow() -> None:
+        while not ended.wait(0.1):
             lines = [line for line in bench.said().splitlines() if ": round " in line or ": warming up" in line]
             [*_, last] = lines or [""]
             number = int(last.partition(": round ")[2].partition(" of ")[0] or 0)
             streams = int(last.partition("-n")[2].partition(":")[0] or 0)
-            wanted = signal.SIGCONT if number in HOGGED.get(streams, set()) else signal.SIGSTOP
-            for process in hogs:
-                process.send_signal(wanted)
+            if number in SLOWED.get(streams, set()):
+                slow.touch()
+            else:
+                slow.unlink(missing_ok=True)
 
-    watcher = threading.Thread(target=hog)
+    bench.box.ssh(shlex.join(["systemd-run", "-q", "--unit=drill-slower", "sh", "-c", SLOWER]))
+    watcher = threading.Thread(target=follow)
     watcher.start()
     try:
         code, said = bench.run("planted-modes")
     finally:
         ended.set()
         watcher.join()
-        for process in hogs:
-            process.kill()
-            process.wait()
+        slow.unlink(missing_ok=True)
+        bench.box.ssh("sleep 0.5; systemctl stop drill-slower; pkill -CONT -f ^VLLM::Worker", check=False)
     assert code == 0, said
     speeds = [[round(one.output_tok_s, 1) for one in result.rounds] for result in bench.results("planted-modes")]
     page = bench.page("planted-modes")
