@@ -42,11 +42,11 @@ SWEEPS: dict[str, dict[str, Any]] = {
     "planted-full": {"rounds": 2, "loads": [{"context": 0, "concurrency": [1, 2, 3]}]},
     "planted-stop": {"rounds": 2, "loads": [{"context": 0, "concurrency": [1, 2]}], "output_tokens": 63},
 }
-# Rounds in which the engine's worker is stopped three quarters of the time: the first is cold; every other one is slow.
+# Rounds in which the engine's worker is stopped seven eighths of the time: the first is cold; every other one is slow.
 SLOWED = {1: {1}, 2: {2, 4, 6}}
 SLOW = "/var/tmp/drill-slow"
 SLOWER = (
-    f"while sleep 0.1; do if [ -e {SLOW} ]; then w=$(pgrep -f ^VLLM::Worker); kill -STOP $w; sleep 0.3; "
+    f"while sleep 0.1; do if [ -e {SLOW} ]; then w=$(pgrep -f ^VLLM::Worker); kill -STOP $w; sleep 0.7; "
     "kill -CONT $w; fi; done"
 )
 
