@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from rig.catalog import ROOT
+from rigctl import drift
 from rigctl.installed import distributions, site_packages
 from tests.kernel.conftest import UV, Bench, kill_tree, run, until
 
@@ -163,10 +164,25 @@ def test_an_installation_killed_half_way_is_repaired(bench: Bench) -> None:
     [ours] = [each for each in distributions(site) if each.name == "rig-kernel"]
     (ours.dist_info / "RECORD").unlink()
     next(site.glob("rig_kernel/sm100/*.so")).unlink()
-    (bench.parts.engine / "kimi-kernel.json").unlink()
+    note = bench.parts.engine / "kimi-kernel.json"
+    note.write_text(json.dumps({**json.loads(note.read_text()), "digest": None}))
     assert bench.state()["state"] == "built"
+    expected = drift.Expected(site, bench.parts.engine / drift.STAMP, bench.parts.lock)
+    findings = drift.inspect(expected, full=False)
+    assert findings and {each.severity for each in findings} == {"note"}, "the stage before this one goes on"
     bench.rigctl()
     assert bench.state()["state"] == "installed"
+
+
+def test_a_file_edited_in_place_is_repaired(bench: Bench) -> None:
+    """The editor wrote into the very file, to which an installer's cache may be linked."""
+    bench.rigctl()
+    path = next(site_packages(bench.parts.engine).glob("rig_kernel/__init__.py"))
+    with path.open("a") as file:
+        file.write("edited = True\n")
+    assert bench.state()["state"] == "replaced"
+    bench.rigctl()
+    assert bench.state()["state"] == "installed" and "edited" not in path.read_text()
 
 
 def test_an_engine_in_use_keeps_its_kernel(bench: Bench) -> None:

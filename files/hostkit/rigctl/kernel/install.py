@@ -172,17 +172,21 @@ def install(spec: Spec, wheel: Path, digest: str) -> None:
     check_version(spec, wheel)
     check_free(spec)
     try_import(spec, wheel)
-    (spec.environment / RECORD).unlink(missing_ok=True)
+    name, version = wheel_name(wheel)
+    known = {"package": name, "version": version, "mode": "source", "parts": name_parts(wheel)}
+    # Killed from here on, it is unfinished, and known to be the kernel library's.
+    write_record(spec, digest=None, **known)
     before = _others(spec)
-    _uv(spec, "install", "--no-deps", "--offline", "--no-index", f"--reinstall-package={spec.package}", str(wheel))
+    # Without uv's cache: its copy is a hard link of what is installed, and whoever edited that edited both.
+    options = ["--no-deps", "--offline", "--no-index", "--no-cache", f"--reinstall-package={spec.package}"]
+    _uv(spec, "install", *options, str(wheel))
     site = site_packages(spec.environment)
     if (what := differs(wheel, site)) is not None:
         raise RigctlError(f"{spec.environment}: {spec.package} is not as its wheel after the installation: {what}")
     if (after := _others(spec)) != before:
         raise RigctlError(f"{spec.environment}: other packages changed: {sorted(before ^ after)}")
-    _prove(spec, {normalised(spec.package): wheel_name(wheel)[1]})
-    name, version = wheel_name(wheel)
-    write_record(spec, digest=digest, package=name, version=version, mode="source", parts=name_parts(wheel))
+    _prove(spec, {name: version})
+    write_record(spec, digest=digest, **known)
     print(f"{wheel.name} is installed in {spec.environment}", flush=True)
 
 
@@ -190,6 +194,8 @@ def restore(spec: Spec) -> None:
     """The stock wheel of the release's lock, or nothing where the lock has none. Raises RigctlError."""
     check_free(spec)
     entry = lock_entry(spec.lock.read_text(), normalised(spec.package))
+    if known := record(spec):
+        write_record(spec, **{**known, "digest": None})
     if entry is None:
         if any(each.name == normalised(spec.package) for each in distributions(site_packages(spec.environment))):
             _uv(spec, "uninstall", spec.package)
