@@ -93,11 +93,12 @@ check: .venv/ready ## lint, types and unit tests; under a minute
 test: check ## everything CI runs: check, then the box from bare to a served answer
 	@$(BIN)/python -m pytest -q -n 2 -m slow tests/unit
 	@$(BIN)/python -m pytest -q tests/staging tests/sandbox --ignore tests/sandbox/test_sudo.py
-	@$(BIN)/python -m pytest -q tests/sandbox/test_sudo.py # compares with a box that nothing else has used
+	@$(BIN)/python -m pytest -q -m 'not long' tests/sandbox/test_sudo.py # compares with a box that nothing else has used
 
 test-drill: supported .venv/ready ## faults of units, adoption and interrupted deploys, on a box of its own (long)
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/bench.txt
 	@$(BIN)/python -m pytest -q --real tests/drill
+	@$(BIN)/python -m pytest -q -m long tests/sandbox/test_sudo.py
 
 test-engines: .venv/ready ## the real CUDA wheels, patched and asked, without a GPU (25 GB, half an hour)
 	@$(BIN)/python -m pytest -q tests/engines

@@ -109,6 +109,7 @@ def test_rigctl_answers_the_login_without_sudo(root_box: DeployBox, sudo_box: De
     assert rows[0] == rows[1]
 
 
+@pytest.mark.long
 def test_serving_and_its_logs_are_equal(root_box: DeployBox, sudo_box: DeployBox, engine_port: None) -> None:
     """One box after the other: they share this computer's ports."""
     seen = []
@@ -126,6 +127,7 @@ def test_serving_and_its_logs_are_equal(root_box: DeployBox, sudo_box: DeployBox
     assert seen[0] == seen[1]
 
 
+@pytest.mark.long
 def test_the_benchmark_gives_the_same(
     root_box: DeployBox, sudo_box: DeployBox, engine_port: None, tmp_path: Path
 ) -> None:
