@@ -29,12 +29,12 @@ def measured(action: Callable[[], Any]) -> tuple[float, float]:
         commands.append(1)
         return run(*arguments, **named)
 
-    host.run_shell_command = counting  # type: ignore[method-assign]
+    host.run_shell_command = counting  # type: ignore[method-assign]  # counts what a deploy sends
     for _ in range(TIMES):
         begin = time.perf_counter()
         action()
         taken.append((time.perf_counter() - begin) * 1000)
-    host.run_shell_command = run  # type: ignore[method-assign]
+    host.run_shell_command = run  # type: ignore[method-assign]  # counts what a deploy sends
     return round(statistics.median(taken), 1), len(commands) / TIMES
 
 

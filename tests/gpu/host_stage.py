@@ -26,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "files/hostkit")]
 
-from rig.converge import inventory_hosts, pyinfra  # noqa: E402
+from rig.converge import inventory_hosts, pyinfra  # noqa: E402  # the path comes first, for all below
 from rig.facts.host import HostFacts, parse_host  # noqa: E402  # the path comes first
 from rig.hostplan import plan_from_facts  # noqa: E402
 from rig.topology import decide  # noqa: E402
