@@ -28,7 +28,7 @@ UNIT_TYPES = (".service", ".socket", ".timer", ".path", ".target", ".mount", ".s
 
 def trees(created: Created) -> list[str]:
     """Directories to remove with all in them; never one whose checkpoint the operator brought."""
-    brought = set(created.names("tree")).difference(created.adopted)
+    brought = set(created.names("tree", "work")).difference(created.adopted)
     found = {*brought, *(path for path in created.names("directory") if path in OURS_WHOLE)}
     return sorted(path for path in found if not _below_any(path, found - {path}))
 

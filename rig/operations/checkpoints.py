@@ -55,7 +55,8 @@ def checkpoint(checkpoint_name: str, entry: Checkpoint, path: str, hub_token: bo
     # What staging brings is ours to take away; what is adopted is not.
     parent, _, folder = path.rpartition("/")
     brought = [
-        f"[ -e {shlex.quote(one)} ] || {{ {remember('tree', one)}; }}" for one in (path, f"{parent}/.{folder}.partial")
+        f"[ -e {shlex.quote(one)} ] || {{ {remember(kind, one)}; }}"
+        for kind, one in (("tree", path), ("work", f"{parent}/.{folder}.partial"))
     ]
     yield script(*brought, made(parent))
     unit = f"kimi-job-checkpoint-{name}"

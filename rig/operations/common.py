@@ -104,7 +104,8 @@ def remember(kind: str, name: str) -> str:
     """A script line that puts `kind name` on the host's list of what we created, once. Comes before the making.
 
     kind: "file", "link", "directory" (removed when nothing foreign is in it), "tree" (a directory that is ours with all
-    in it), "package", "package-keep-config", "user", "group".
+    in it), "work" (such a directory that is there only while a step is at work), "package", "package-keep-config",
+    "user", "group".
     """
     return f"mkdir -p {layout.STATE}; {_append(shlex.quote(f'{kind} {name}'))}"
 

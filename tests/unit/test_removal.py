@@ -31,6 +31,11 @@ def test_a_directory_with_something_foreign_stays_and_so_do_its_parents() -> Non
     assert removal.directories(alone) == (["/shared/models", "/shared"], {})
 
 
+def test_what_a_killed_staging_left_goes_too() -> None:
+    left = Created(True, (("tree", "/shared/tiny"), ("work", "/shared/.tiny.partial")))
+    assert removal.trees(left) == ["/shared/.tiny.partial", "/shared/tiny"]
+
+
 def test_units_are_told_from_other_files() -> None:
     paths = ["/etc/systemd/system/kimi-a.service", "/etc/systemd/system/kimi-b.timer", "/etc/sysusers.d/kimi-rig.conf"]
     created = Created(True, tuple(("file", path) for path in paths))
