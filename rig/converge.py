@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from functools import cache
@@ -252,6 +252,20 @@ def _write_json(plan: Plan, arguments: argparse.Namespace) -> None:
         print(f"note: the plan is not kept: {path} cannot be written: {error.strerror}", file=sys.stderr)
 
 
+def ended(work: Callable[[], int], when_interrupted: str) -> int:
+    """The exit code of a command's work; every failure is one message and exit code 1, an interrupt too."""
+    # Also where the caller ignores interrupts (a job in the background): pyinfra would end with 0 and be believed.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        return work()
+    except (CatalogError, RunFailed, SecretError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"failed: interrupted; {when_interrupted}", file=sys.stderr)
+    return FAILED
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `plan` or `deploy`; every failure is one message and exit code 1, an interrupt too."""
     parser = Parser(prog="python -m rig.converge", description=(__doc__ or "").split("\n", 1)[0])
@@ -264,18 +278,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub.add_argument("--pyinfra", action="append", default=[], help="a further option for pyinfra")
         sub.set_defaults(run=run)
     arguments = parser.parse_args(argv)
-    # Also where the caller ignores interrupts (a job in the background): pyinfra would end with 0 and be believed.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    try:
+
+    def work() -> int:
         check_all()
         code: int = arguments.run(arguments)
         return code
-    except (CatalogError, RunFailed, SecretError) as error:
-        print(f"failed: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("failed: interrupted; what was begun on the host is finished by the next deploy", file=sys.stderr)
-    return FAILED
+
+    return ended(work, "what was begun on the host is finished by the next deploy")
 
 
 if __name__ == "__main__":

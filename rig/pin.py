@@ -19,7 +19,7 @@ from rig.command_line import Parser
 from rig.yaml_source import CatalogError
 from rigctl.checkpoints import spec
 from rigctl.checkpoints.manifest import Manifest
-from rigctl.checkpoints.paths import write_json
+from rigctl.checkpoints.paths import write_json, write_whole
 from rigctl.checkpoints.progress import Progress, human_bytes
 from rigctl.checkpoints.sources import open_source
 from rigctl.cli import RigctlError
@@ -96,7 +96,7 @@ def revise(catalogue: Path, name: str, source: HubSource, revision: str) -> bool
         )
         if fresh == block:
             fresh = re.sub(r"(repository:[ ]*[\w./-]+)(?=[ ]*[,}])", rf"\1, revision: {revision}", block)
-    catalogue.write_text(text.replace(block, fresh), encoding="utf-8")
+    write_whole(catalogue, text.replace(block, fresh))
     load_catalog.cache_clear()
     try:
         pinned = load_catalog(None, catalogue.parent).checkpoints[name].source
@@ -105,7 +105,7 @@ def revise(catalogue: Path, name: str, source: HubSource, revision: str) -> bool
                 f"{catalogue.name}: put revision: {revision} into {name} by hand: its text was not understood"
             )
     except (CatalogError, PinFailed):
-        catalogue.write_text(text, encoding="utf-8")
+        write_whole(catalogue, text)
         raise
     return True
 

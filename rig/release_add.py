@@ -28,6 +28,7 @@ from rig.engines import Locations, command_line
 from rig.locks import LOCKS, LockError, Recipe, read_recipes, write_lock
 from rig.yaml_source import CatalogError
 from rigctl import environment, probes
+from rigctl.checkpoints.paths import write_whole
 from rigctl.cli import RigctlError
 from rigctl.drift import read_lock
 from rigctl.installed import site_packages
@@ -206,7 +207,7 @@ def add(package: str, version: str, cache: Path | None) -> int:
     locks = [LOCKS / f"{name}-cp{python.replace('.', '')}.txt" for python in raw["python"]]
     with all_or_nothing(RECIPES, RELEASES, FACTS / f"{name}.json", *locks):
         if name not in yaml.safe_load(RECIPES.read_text())["releases"]:
-            RECIPES.write_text(RECIPES.read_text().rstrip("\n") + "\n" + recipe_line(name, package, version, like))
+            write_whole(RECIPES, RECIPES.read_text().rstrip("\n") + "\n" + recipe_line(name, package, version, like))
         recipes = [recipe for recipe in read_recipes() if recipe.release == name]
         for recipe in recipes:
             print(
@@ -215,7 +216,7 @@ def add(package: str, version: str, cache: Path | None) -> int:
             )
         chosen = _recipe_of_this_machine(recipes)
         new = block(name, version, raw, chosen, [recipe.python for recipe in recipes])
-        RELEASES.write_text(RELEASES.read_text().rstrip("\n") + "\n" + new)
+        write_whole(RELEASES, RELEASES.read_text().rstrip("\n") + "\n" + new)
         load_catalog.cache_clear()
         release = load_catalog().releases[name]
         entries = configurations_like(like)

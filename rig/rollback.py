@@ -7,14 +7,10 @@ Nothing is started or stopped beyond the host's restart policy. Shows what it do
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 from collections.abc import Sequence
 
 from rig.command_line import Parser
-from rig.converge import CONVERGED, FAILED, WOULD_CHANGE, RunFailed, make_plan, run_pyinfra
-from rig.secrets import SecretError
-from rig.yaml_source import CatalogError
+from rig.converge import CONVERGED, WOULD_CHANGE, RunFailed, ended, make_plan, run_pyinfra
 
 DEPLOY_FILE = "tasks/rollback.py"
 
@@ -50,15 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", help="a state of the host's by its id; default: the one before the present one")
     parser.add_argument("--plan", action="store_true", help="only show what would change")
     arguments = parser.parse_args(argv)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    try:
-        return rollback(arguments)
-    except (CatalogError, RunFailed, SecretError) as error:
-        print(f"failed: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("failed: interrupted; run it again to finish", file=sys.stderr)
-    return FAILED
+    return ended(lambda: rollback(arguments), "run it again to finish")
 
 
 if __name__ == "__main__":

@@ -7,14 +7,11 @@ would go first, then asks (or takes --yes). Exit codes: 0 nothing of ours is lef
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 
 from rig.command_line import Parser
-from rig.converge import CONVERGED, FAILED, Plan, RunFailed, make_plan, run_pyinfra
-from rig.secrets import SecretError
-from rig.yaml_source import CatalogError
+from rig.converge import CONVERGED, FAILED, Plan, RunFailed, ended, make_plan, run_pyinfra
 
 DEPLOY_FILE = "tasks/uninstall.py"
 
@@ -69,14 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plan", action="store_true", help="only show what would be removed")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        return uninstall(arguments)
-    except (CatalogError, RunFailed, SecretError) as error:
-        print(f"failed: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("failed: interrupted; run it again to finish", file=sys.stderr)
-    return FAILED
+    return ended(lambda: uninstall(arguments), "run it again to finish")
 
 
 if __name__ == "__main__":

@@ -160,3 +160,15 @@ def test_a_refused_pair_gets_no_overlay_and_the_command_fails(pair: Path, capsys
     out, err = capsys.readouterr()
     assert json.loads(out)["overlay"] == "absent" and "the target has 61 layers" in err
     assert not (pair / "overlays").exists()
+
+
+@pytest.mark.parametrize("text", ["x", "1", '["x"]', '[{"x": 1}]'])
+def test_what_is_no_list_of_pairs_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", "pairs", text]) == 1
+    assert "not a list of drafter and target pairs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["x", "1", "{}", '{"path": 1, "lock": 1, "cache": 1}'])
+def test_what_is_no_specification_of_an_environment_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["environment", "build", text]) == 1
+    assert "not the specification of an environment" in capsys.readouterr().err

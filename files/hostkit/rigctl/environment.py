@@ -49,12 +49,15 @@ class Specification:
 
     @classmethod
     def parse(cls, text: str) -> Specification:
-        data = json.loads(text)
-        series = Path(data["series"]) if data["series"] else None
-        wheels = Path(data["wheels"]) if data.get("wheels") else None
-        return cls(
-            Path(data["path"]), data["python"], Path(data["lock"]), series, Path(data["cache"]), data["index"], wheels
-        )
+        """Raises RigctlError."""
+        try:
+            data = json.loads(text)
+            series = Path(data["series"]) if data["series"] else None
+            wheels = Path(data["wheels"]) if data.get("wheels") else None
+            path, lock, cache = Path(data["path"]), Path(data["lock"]), Path(data["cache"])
+            return cls(path, data["python"], lock, series, cache, data["index"], wheels)
+        except (ValueError, TypeError, KeyError) as error:
+            raise RigctlError(f"not the specification of an environment: {error!r}; the deploy writes it") from None
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

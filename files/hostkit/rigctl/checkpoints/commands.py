@@ -406,8 +406,12 @@ def _pairs(arguments: argparse.Namespace) -> int:
     from rigctl.checkpoints.precheck import Pair, judge
 
     refused = []
-    for content in json.loads(arguments.pairs):
-        found = judge(Pair(**content), write=arguments.write)
+    try:
+        pairs = [Pair(**content) for content in json.loads(arguments.pairs)]
+    except (ValueError, TypeError) as error:
+        raise RigctlError(f"not a list of drafter and target pairs: {error}; the deploy writes it") from None
+    for pair in pairs:
+        found = judge(pair, write=arguments.write)
         word = found["error"] or found["verdict"]["verdict"]
         _print(arguments, found, f"{found['name']}: {word}")
         refused += [found["error"]] if found["error"] else []
