@@ -321,6 +321,21 @@ def test_disk_full_in_the_middle(bench: Bench, hub: Hub, checkpoint: Path, small
     assert bench.progress is not None and bench.progress.fetched < total(hub)
 
 
+def test_destination_on_another_file_system(bench: Bench, hub: Hub, checkpoint: Path, small_disk: Path) -> None:
+    """Reached by a link; all work is done there, since a rename cannot leave a file system."""
+    bench.destination.symlink_to(small_disk / "tiny")
+    hub.faults["*"] = Fault(status=503, times=10**6, only_after=total(hub) // 2)
+    with pytest.raises(RigctlError, match=r"gave up after .* answers 503"):
+        bench.stage(hub_source(hub.address), retries=1)
+    assert (small_disk / ".tiny.partial").is_dir() and not bench.partial.exists()
+    assert not (small_disk / "tiny").exists()
+    hub.faults.clear()
+    bench.stage(hub_source(hub.address))
+    assert same_files(small_disk / "tiny", checkpoint) and not (small_disk / ".tiny.partial").exists()
+    assert hub.total_sent() - total(hub) <= total(hub) * SLACK + (8 << 20)
+    assert bench.stage(hub_source(hub.address)).state == "present"
+
+
 def test_no_room_is_said_before_the_first_byte(bench: Bench, hub: Hub, small_disk: Path) -> None:
     (small_disk / "other").write_bytes(b"x" * (total(hub) // 2 + (2 << 20)))
     with pytest.raises(RigctlError, match=r"are missing; nothing was fetched"):
