@@ -10,6 +10,7 @@ from typing import Any
 
 from rig import layout
 from rig.hostplan import HostPlan, canonical_digest
+from rig.kernels import kernel_files, kernels, root, specification_digest, specification_path, toolchains
 from rig.receipt import receipt_items
 from rig.units import run_specification, unit_files
 
@@ -20,14 +21,26 @@ def state_of(plan: HostPlan) -> dict[str, Any]:
     """All that a rollback puts back.
 
     id: 12 hex digits over the rest. environments: release -> path. units: configuration -> digest of its run
-    specification. files: path -> text. items: entries of the receipt.
+    specification. files: path -> text. kernels: release -> its kernel library, which the same environment may have had
+    otherwise; kernel_files: their descriptions, path -> text. items: entries of the receipt.
     """
     items = receipt_items(plan, "")
+    libraries = {
+        name: {
+            "kernel": kernel.model_dump(mode="json"),
+            "description": specification_path(name),
+            "digest": specification_digest(plan, name),
+            "trees": [root(plan), toolchains(plan)],
+        }
+        for name, (_, kernel) in kernels(plan).items()
+    }
     content: dict[str, Any] = {
         "format": FORMAT,
         "environments": {name: env.path for name, env in plan.environments.items()},
         "units": {name: run_specification(plan, name)["digest"] for name in plan.serving},
         "files": dict(unit_files(plan)),
+        "kernels": libraries,
+        "kernel_files": {path: text.decode() for path, text in kernel_files(plan).items()},
         "items": {key: item for key, item in items.items() if of_state(key)},
     }
     return {"id": canonical_digest(content)[:12], **content}
@@ -35,7 +48,7 @@ def state_of(plan: HostPlan) -> dict[str, Any]:
 
 def of_state(item: str) -> bool:
     """Whether an item of the receipt is part of a state."""
-    return item.startswith(("environment/", "unit/"))
+    return item.startswith(("environment/", "kernel/", "unit/"))
 
 
 def state_file(identity: str) -> str:

@@ -7,9 +7,11 @@ from pyinfra.api import deploy
 from pyinfra.api.exceptions import PyinfraError
 
 from rig import layout
+from rig.catalog import Kernel
 from rig.facts.state import JsonFile, Lines
 from rig.operations import states, system
 from rig.operations.files import File, present
+from rig.operations.kernels import kernel
 from rig.operations.lock import deploy_lock
 from rig.states import FORMAT, NoState, left_behind, state_file, target
 from rig.target import check_privilege
@@ -33,11 +35,29 @@ def chosen_state() -> tuple[dict[str, Any], list[str]]:
     return state, left_behind(record, identities, identity)
 
 
+def kernels_restored(state: dict[str, Any]) -> None:
+    """Before units change: a kernel library is not exchanged under an engine that runs, and then all stays as it is."""
+    described = {path: File(path, text.encode()) for path, text in state.get("kernel_files", {}).items()}
+    if described:
+        present(name="Describe its kernel libraries", entries=list(described.values()))
+    for release, library in state.get("kernels", {}).items():
+        wanted = Kernel.model_validate(library["kernel"])
+        kernel(
+            name=f"Return to its {wanted.package} of {release}",
+            release=release,
+            wanted=wanted,
+            description=described[library["description"]],
+            digest=library["digest"],
+            trees=library["trees"],
+        )
+
+
 @deploy("Rollback")
 def rollback(state: dict[str, Any], left: list[str]) -> None:
     units = [layout.unit_name(name) for name in state["units"]]
     deploy_lock(name="Hold the deploy lock")
     states.restorable(name="Look for its environments", record=state)
+    kernels_restored(state)
     states.linked(name="Point to its environments", record=state)
     files = [File(path, text.encode()) for path, text in state["files"].items()]
     present(name="Write its units", entries=files)

@@ -131,10 +131,28 @@ def test_another_flag_is_another_wheel_and_the_first_comes_back_from_the_store(b
     assert plan.returncode == 2 and "rig-kernel" in plan.stdout
     deploy = box.deploy()
     assert deploy.returncode == 0, deploy.stdout + deploy.stderr
-    assert box.receipt()["digest"] != first
+    second = box.receipt()["digest"]
+    assert second != first
     box.describe(defines={"FETCHCONTENT_FULLY_DISCONNECTED": "ON"})
     assert box.deploy().returncode == 0 and box.receipt()["digest"] == first
     assert len(list((box.box.root / "opt/kimi-rig/env/kernels/store").rglob("*.whl"))) == 2
+
+
+def test_a_rollback_returns_to_the_kernel_of_that_deploy(box: KernelBox) -> None:
+    """All of the latest deploys have the same environment: only the library in it was another."""
+    first = box.receipt()["digest"]
+    back = box.run("rig.rollback", box.inventory)
+    assert back.returncode == 0, back.stdout + back.stderr
+    assert box.receipt()["digest"] != first and box.state()["state"] == "installed"
+    refused = box.deploy()
+    assert refused.returncode == 1 and "rolled back" in refused.stderr
+    assert box.run("rig.rollback", box.inventory, "--to", states(box)[0]).returncode == 0
+    assert box.receipt()["digest"] == first and box.plan().returncode == 0
+
+
+def states(box: KernelBox) -> list[str]:
+    """Identities of the host's recorded states, newest first."""
+    return box.ssh(f"cd {layout.STATES} && ls -1t ????????????.json | sed s/.json//").stdout.split()
 
 
 def test_what_was_put_over_it_is_told_and_repaired(box: KernelBox) -> None:

@@ -23,6 +23,7 @@ from rig.operations import files
 from rig.operations.common import PLAN_LOG
 from rig.operations.kernels import kernel as kernel_operation
 from rig.settings import HostSettings
+from rig.states import state_of
 from rig.units import unit_file
 from rig.yaml_source import CatalogError
 from rigctl import cli
@@ -83,6 +84,14 @@ def test_engines_that_compile_while_they_serve_get_the_toolkit_of_their_release(
     home = toolkit(plan, "sglang-0.5.23")
     assert home is not None and f"CUDA_HOME={home}" in unit_file(plan, "sglang-base-current")
     assert toolkit(plan, "vllm-0.33.0") is None and "CUDA_HOME" not in unit_file(plan, "vllm-base-current")
+
+
+def test_a_state_to_return_to_has_the_kernels_too(plan: HostPlan) -> None:
+    state = json.loads(json.dumps(state_of(plan)))
+    library = state["kernels"]["sglang-0.5.9"]
+    assert Kernel.model_validate(library["kernel"]) == plan.environments["sglang-0.5.9"].release.kernel
+    assert state["kernel_files"][library["description"]] == kernel_files(plan)[library["description"]].decode()
+    assert state["items"]["kernel/sglang-0.5.9"]["specification"] == library["digest"]
 
 
 def test_compilers_are_installed_where_a_release_has_a_kernel(plan: HostPlan) -> None:
