@@ -115,6 +115,13 @@ def test_export_becomes_a_round(tmp_path: Path) -> None:
     assert measured["generator"] == "aiperf 0.13.0"
 
 
+def test_an_answer_in_one_piece_has_the_speed_of_its_whole_time(tmp_path: Path) -> None:
+    """vLLM on two cores: the client got to look at the end only, which is no speed of 127 tokens in 0 s."""
+    late = record(0, 1000, 1000, 128)
+    late["metrics"]["http_req_chunks_received"] = {"value": 1, "unit": "x"}
+    assert load.parse(export(tmp_path, late))["stream_tok_s"] == pytest.approx(128.0)
+
+
 def test_no_answer_is_a_failure(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none of 1 requests was answered.*refused"):
         load.parse(export(tmp_path, record(0, 1, 1, 5, error="refused")))
