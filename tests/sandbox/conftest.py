@@ -68,7 +68,8 @@ def bare_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployBox]:
 def engine_port() -> None:
     """For tests that start the sandbox's engine: boxes share this computer's network."""
     with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", 18000)) != 0, "port 18000 is taken: stop the engine of your sandbox first"
+        if probe.connect_ex(("127.0.0.1", 18000)) == 0:
+            pytest.exit("port 18000 is taken by the engine of a sandbox: `make sandbox-stop`, then again", returncode=1)
 
 
 @pytest.fixture(scope="session")
