@@ -1,6 +1,8 @@
 """The real hosts. One line a host; data beside the name wins over group_data/.
 
-gpu = [("kimi-1.example.com", {"ssh_user": "root", "enable_at_boot": "vllm-base"})]
+gpu = [("203.0.113.7", {"ssh_user": "root", "configurations": ["sglang-base"], "enable_at_boot": "sglang-base"})]
+
+docs/first-host.md has the keys.
 """
 
 gpu = [("kimi-1.example.com", {"ssh_user": "root"})]

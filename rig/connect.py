@@ -77,5 +77,12 @@ def talk_text(hosts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     blocks = []
     for name in names:
         if lines := talk_lines(name, found[name]):
-            blocks.append("\n".join([f"talk to {name}:", *(f"  {line}" for line in lines)]))
+            blocks.append(
+                "\n".join(
+                    [
+                        f"talk to {name} (the first line takes minutes and stops what serves there):",
+                        *(f"  {line}" for line in lines),
+                    ]
+                )
+            )
     return "\n".join(blocks)

@@ -191,7 +191,9 @@ def test_what_runs(target: Target, configuration: str, remarks: list[str]) -> No
         return
     started = json_of(target.host, f"/run/kimi-rig/{configuration}/started.json")
     digest = target.state["units"][configuration]
-    assert started["digest"] == digest, f"{unit} is stale: it was started before the last deploy"
+    assert started["digest"] == digest, (
+        f"{unit} is stale, it was started before the last deploy: `systemctl restart {unit}` takes the deploy over"
+    )
     [row] = [row for row in json.loads(run(target.host, "rigctl status --json")) if row["name"] == configuration]
     assert not row["stale"], f"{unit} is stale: {row['remarks'][0]}"
     entry = target.plan.serving[configuration]
