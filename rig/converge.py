@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from functools import cache
@@ -27,9 +29,9 @@ from typing import Any
 from rig.catalog import ROOT, check_all
 from rig.command_line import Parser, end_with_parent
 from rig.connect import talk_text
-from rig.hostplan import refuse_unknown
+from rig.hostplan import check_listening, chosen_serving, refuse_unknown
 from rig.operations.common import PLAN_LOG, REFUSED
-from rig.secrets import PROMPT, SecretError, ask, hand_on
+from rig.secrets import PROMPT, SecretError, ask, hand_on, read_secret
 from rig.yaml_source import CatalogError
 
 SECRETS = {"api_key_file": "API key for the engines", "hub_token_file": "token for the model hub"}
@@ -38,6 +40,7 @@ SECRETS = {"api_key_file": "API key for the engines", "hub_token_file": "token f
 DEPLOY_FILE = "deploy.py"
 
 CONVERGED, FAILED, WOULD_CHANGE, REBOOT_PENDING = 0, 1, 2, 3
+EXAMPLE = re.compile(r"(^|\.)example\.(com|net|org)$")  # RFC 2606: never a real host
 
 
 class RunFailed(Exception):
@@ -97,6 +100,7 @@ def pyinfra(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pyinfra", "--chdir", str(ROOT), *arguments]
 
 
+@cache
 def inventory_hosts(inventory: str) -> list[dict[str, Any]]:
     """Every host of an inventory with its groups and data, as pyinfra itself sees them.
 
@@ -108,7 +112,8 @@ def inventory_hosts(inventory: str) -> list[dict[str, Any]]:
         pyinfra(inventory, "debug-inventory", "--json"), capture_output=True, text=True, check=False, cwd=ROOT
     )
     if result.returncode != 0 or not result.stdout.strip():
-        raise RunFailed(f"{inventory} cannot be read:\n{result.stderr.strip()}")
+        said = [line for line in result.stderr.strip().splitlines() if not line.startswith("-->")]
+        raise RunFailed(f"{inventory} cannot be read:\n" + "\n".join(said).strip())
     try:
         hosts: list[dict[str, Any]] = json.loads(result.stdout)
     except ValueError:
@@ -128,14 +133,37 @@ def asked_hosts(inventory: str, limits: Sequence[str]) -> list[str]:
     for host in hosts:
         if host["name"] not in chosen:
             continue
+        if EXAMPLE.search(str(host["data"].get("ssh_hostname") or host["name"])):
+            raise RunFailed(
+                f"{inventory} still names the example host {host['name']}: docs/first-host.md says what to fill in"
+            )
         try:
             refuse_unknown(host["data"])
         except CatalogError as error:
             raise RunFailed(f"{host['name']}: {error}") from None
         key = host["data"].get("ssh_key")
         if key and not Path(key).expanduser().exists():
-            raise RunFailed(f"{host['name']}: its SSH key {key} does not exist (`make sandbox` makes the sandbox's)")
+            cure = (
+                "`make sandbox` makes it" if host["data"].get("ssh_config_file") else "correct ssh_key in the inventory"
+            )
+            raise RunFailed(f"{host['name']}: its SSH key {key} does not exist: {cure}")
     return chosen
+
+
+def check_values(inventory: str, names: Sequence[str]) -> None:
+    """What can be told of the hosts' data without a connection. Raises RunFailed, SecretError."""
+    for host in inventory_hosts(inventory):
+        data = host["data"]
+        if host["name"] not in names:
+            continue
+        try:
+            found, serving, _ = chosen_serving(data)
+            check_listening(found, serving)
+        except CatalogError as error:
+            raise RunFailed(f"{host['name']}: {error}") from None
+        for key, what in SECRETS.items():
+            if data.get(key) not in (None, PROMPT):
+                read_secret(data[key], what)
 
 
 def _limited(hosts: list[dict[str, Any]], inventory: str, limits: Sequence[str]) -> list[str]:
@@ -159,25 +187,52 @@ def _prompted(inventory: str) -> tuple[str, ...]:
     return tuple(options)
 
 
+def known_hosts_file() -> None:
+    """Make ~/.ssh/known_hosts as ssh does: without it pyinfra fails on the first new host, naming only the path."""
+    path = Path("~/.ssh/known_hosts").expanduser()
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.touch(mode=0o600)
+
+
 def _run(inventory: str, arguments: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str]:
     secrets = _prompted(inventory) if DEPLOY_FILE in arguments else ()
     command = pyinfra(*secrets, *arguments)
+    known_hosts_file()
     # Descriptors of handed-on secrets are the only inheritable ones.
     return subprocess.run(
         command, check=False, cwd=ROOT, close_fds=False, text=True, preexec_fn=end_with_parent, **more
     )
 
 
-def make_plan(inventory: str, limits: Sequence[str], extra: Sequence[str] = (), deploy_file: str = DEPLOY_FILE) -> Plan:
-    """Find out what a deploy would do. Changes nothing. Raises RunFailed when a host was not looked at whole."""
+def make_plan(
+    inventory: str,
+    limits: Sequence[str],
+    extra: Sequence[str] = (),
+    deploy_file: str = DEPLOY_FILE,
+    *,
+    quiet: bool = False,
+) -> Plan:
+    """Find out what a deploy would do. Changes nothing. Raises RunFailed when a host was not looked at whole.
+
+    quiet: what pyinfra says is shown only when it failed.
+    """
     hosts = asked_hosts(inventory, limits)
+    if deploy_file == DEPLOY_FILE and not extra:  # options may override any data
+        check_values(inventory, hosts)
     with tempfile.NamedTemporaryFile("r", prefix="kimi-rig-plan-") as log:
         command = [*_limit_options(limits), *extra, inventory, deploy_file, "--dry", "--json"]
-        result = _run(inventory, command, stdout=subprocess.PIPE, env={**os.environ, PLAN_LOG: log.name})
+        said = {"stderr": subprocess.PIPE} if quiet else {}
+        result = _run(inventory, command, stdout=subprocess.PIPE, env={**os.environ, PLAN_LOG: log.name}, **said)
         entries = [json.loads(line) for line in log]
     reached = {entry["host"] for entry in entries if entry.get("reached")}
+    if quiet and (result.returncode != 0 or reached.symmetric_difference(hosts)):
+        print(result.stderr, file=sys.stderr, end="")
     if missing := [host for host in hosts if host not in reached]:
-        raise RunFailed(f"no plan for {', '.join(missing)}: see the messages above")
+        raise RunFailed(
+            f"no plan for {', '.join(missing)}: not reached, or dropped out; pyinfra's lines above say why, and "
+            "`ssh` to it must work without a question"
+        )
     if result.returncode != 0 or not result.stdout.strip():
         raise RunFailed(f"pyinfra ended with exit code {result.returncode}")
     return _plan_of(hosts, json.loads(result.stdout)["plan"], entries)
@@ -220,12 +275,19 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
 
 def deploy_command(arguments: argparse.Namespace) -> int:
-    """Deploy, then look again: only a plan with nothing left to do is success."""
-    asked_hosts(arguments.inventory, arguments.limit)
+    """Deploy, then look again: only a plan with nothing left to do is success.
+
+    What would be refused at its end, after engines and 595 GB, is refused before its first step.
+    """
+    print("looking before the first step", flush=True)
+    plan = make_plan(arguments.inventory, arguments.limit, arguments.pyinfra, quiet=True)
+    if plan.refusals:
+        raise RunFailed("refused, nothing was changed on any host:\n" + "\n".join(plan.refusals))
     status = run_pyinfra(arguments.inventory, arguments.limit, DEPLOY_FILE, arguments.pyinfra)
     if status != 0:
         raise RunFailed(f"the deploy failed (pyinfra's exit code {status}); the next one goes on where it ended")
-    plan = make_plan(arguments.inventory, arguments.limit, arguments.pyinfra)
+    if plan.changes:
+        plan = make_plan(arguments.inventory, arguments.limit, arguments.pyinfra, quiet=True)
     _write_json(plan, arguments)
     code = plan.exit_code(FAILED)
     if code == FAILED:

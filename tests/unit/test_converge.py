@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,9 +132,42 @@ def test_a_broken_inventory_file(tmp_path: Path) -> None:
 
 def test_a_failing_operation_fails_the_deploy(tmp_path: Path) -> None:
     failing = {"systemd-sysusers": {"success": False, "stderr": "no room"}}
-    result = wrapper("deploy", inventory(tmp_path, fake("one", **failing)), *GPU_DATA)
+    host = ("@fake/one", {**fake("one", **failing)[1], "configurations": []})
+    result = wrapper("deploy", inventory(tmp_path, host), *GPU_DATA)
     assert result.returncode == FAILED
     assert "the deploy failed" in result.stderr
+
+
+def test_what_the_plan_refuses_is_not_begun(tmp_path: Path) -> None:
+    result = wrapper("deploy", inventory(tmp_path, fake("one")), *GPU_DATA)
+    assert result.returncode == FAILED
+    assert "refused, nothing was changed on any host:" in result.stderr
+    assert "@fake/one: checkpoint custom-drafter is not at /data/eagle3/output_10k/4" in result.stderr
+    assert "Starting operation" not in result.stderr + result.stdout
+
+
+def test_an_inventory_as_it_came(tmp_path: Path) -> None:
+    result = wrapper("plan", inventory(tmp_path, ("kimi-1.example.com", {"ssh_user": "root"})))
+    assert result.returncode == FAILED
+    assert "still names the example host kimi-1.example.com" in result.stderr and "Connecting" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"configurations": ["vllm-bas"]}, "vllm-bas is not in serving.yaml"),
+        ({"enable_at_boot": "vllm-bas"}, "vllm-bas is none of this host's configurations"),
+        ({"models": "shared"}, "models: "),
+        ({"api_key_file": "/nowhere/key"}, "/nowhere/key cannot be read"),
+    ],
+)
+def test_wrong_values_of_host_data_are_told_without_a_connection(
+    data: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "group_data").symlink_to(ROOT / "inventory" / "group_data")
+    result = wrapper("plan", inventory(tmp_path, ("kimi-1.invalid", data)))
+    assert result.returncode == FAILED
+    assert words in result.stderr and "Connecting" not in result.stderr and "Traceback" not in result.stderr
 
 
 def test_a_deploy_that_changes_nothing_for_good_is_no_success(tmp_path: Path) -> None:
@@ -161,7 +195,7 @@ def test_a_killed_wrapper_leaves_nothing_at_work(tmp_path: Path) -> None:
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     for line in process.stdout:
-        if "Connecting to hosts" in line:
+        if "looking before the first step" in line:
             break
     process.kill()
     # The child holds the pipe: its end is the end of the deploy. The fake host would answer for minutes.
