@@ -77,12 +77,6 @@ def talk_text(hosts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     blocks = []
     for name in names:
         if lines := talk_lines(name, found[name]):
-            blocks.append(
-                "\n".join(
-                    [
-                        f"talk to {name} (the first line takes minutes and stops what serves there):",
-                        *(f"  {line}" for line in lines),
-                    ]
-                )
-            )
+            head = f"talk to {name} (the first line takes minutes and stops what serves there):"
+            blocks.append("\n".join([head, *(f"  {line}" for line in lines)]))
     return "\n".join(blocks)

@@ -247,11 +247,11 @@ def proved(settings: Sequence[Setting]) -> Commands:
     facts: HostFacts = host.get_fact(HostReport)
     missing = [one.key for one in reboot_pending(settings, facts)]
     if missing:
-        if not host.state.is_executing:
+        if not host.state.is_executing:  # the reboot is yet to come
             note("the new boot is proved")
-        yield _mark(missing)
-        if not host.state.is_executing:
+            yield _mark(missing)
             return
+        yield _mark(missing)
         yield from refuse(f"after the reboot the host runs without {', '.join(missing)}: see the boot loader's entry")
         return
     host.noop("kernel and driver run with all settings")
