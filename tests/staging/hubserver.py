@@ -6,6 +6,7 @@ If-Range). The hub also serves the files plainly below /plain/, with a manifest,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -14,8 +15,9 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -58,6 +60,7 @@ class Hub:
         self.sent: Counter[str] = Counter()
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         self.lock = threading.Lock()
+        self.sending = 0
         self.storage = _serve(_Storage, self)
         self.hub = _serve(_Front, self)
         self.address = f"http://127.0.0.1:{self.hub.server_port}"
@@ -83,9 +86,43 @@ class Hub:
         status = place.stat()
         return file_digest(place, kind, status.st_size, status.st_mtime_ns)
 
-    def total_sent(self) -> int:
-        """Body bytes of files, all paths."""
+    @contextlib.contextmanager
+    def body_on_its_way(self) -> Iterator[None]:
+        """Held while a body is sent and counted."""
+        with self.lock:
+            self.sending += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.sending -= 1
+
+    def sent_so_far(self) -> int:
+        """Body bytes of files, all paths, while bodies are still on their way."""
         return sum(self.sent.values())
+
+    def settled(self) -> Counter[str]:
+        """`sent` once no body is on its way: a client has the last bytes before its server has counted them.
+
+        Raises TimeoutError after 30 s.
+        """
+        until = time.monotonic() + 30
+        while True:
+            with self.lock:
+                if not self.sending:
+                    return self.sent.copy()
+            if time.monotonic() > until:
+                raise TimeoutError("a file is still being sent")
+            time.sleep(0.01)
+
+    def total_sent(self) -> int:
+        """Body bytes of files, all paths, once no body is on its way."""
+        return self.settled().total()
+
+    def forget_sent(self) -> None:
+        """Count from zero again."""
+        self.settled()
+        self.sent.clear()
 
     def take_fault(self, path: str) -> Fault | None:
         """The fault that applies to this request, used up by one."""
@@ -211,7 +248,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.wfile.flush()
         stop = last + 1 if fault is None or fault.cut is None else min(first + fault.cut, last + 1)
-        with place.open("rb") as handle:
+        with place.open("rb") as handle, self.hub.body_on_its_way():
             while first < stop:
                 sent = os.sendfile(self.connection.fileno(), handle.fileno(), first, min(stop - first, 1 << 20))
                 if not sent:
@@ -332,7 +369,7 @@ def main() -> None:
     print(json.dumps({"hub": hub.address, "port": hub.hub.server_port}), flush=True)
     for line in sys.stdin:
         if line.strip() == "reset":
-            hub.sent.clear()
+            hub.forget_sent()
         print(json.dumps({"sent": hub.total_sent()}), flush=True)
     hub.close()
 

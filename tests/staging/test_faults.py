@@ -130,7 +130,7 @@ def test_killed_job_is_resumed(
 ) -> None:
     limit = total(hub) // 4
     child = command({"bandwidth_limit": limit})
-    wait_for(lambda: hub.total_sent() > total(hub) // 3)
+    wait_for(lambda: hub.sent_so_far() > total(hub) // 3)
     child.send_signal(number)
     _, errors = child.communicate(timeout=120)
     assert child.returncode != 0 and not bench.destination.exists()
@@ -168,7 +168,7 @@ def test_refused_token_in_the_middle_stops_at_once(bench: Bench, hub: Hub, tmp_p
     source = hub_source(hub.address, token={"file": str(tmp_path / "token")})
 
     def expire() -> None:
-        wait_for(lambda: hub.total_sent() > total(hub) // 3)
+        wait_for(lambda: hub.sent_so_far() > total(hub) // 3)
         hub.token = "second"
 
     watcher = threading.Thread(target=expire)
@@ -205,9 +205,9 @@ def test_shard_with_wrong_bytes_is_never_published(bench: Bench, hub: Hub, check
     before = total(hub) + 2 * (checkpoint / bad).stat().st_size
     assert hub.total_sent() < before
     hub.replaced.clear()
-    hub.sent.clear()
+    hub.forget_sent()
     bench.stage(hub_source(hub.address))
-    assert set(hub.sent) == {bad}
+    assert set(hub.settled()) == {bad}
     assert same_files(bench.destination, checkpoint)
 
 
@@ -299,7 +299,7 @@ def test_disk_full_in_the_middle(bench: Bench, hub: Hub, checkpoint: Path, small
     destination = small_disk / "tiny"
 
     def fill() -> None:
-        wait_for(lambda: hub.total_sent() > total(hub) // 3)
+        wait_for(lambda: hub.sent_so_far() > total(hub) // 3)
         with (small_disk / "filler").open("wb", buffering=0) as handle:
             try:
                 while handle.write(b"x" * (1 << 20)):
@@ -362,7 +362,7 @@ def test_operators_half_copied_model_is_reported_and_left_alone(bench: Bench, hu
     with pytest.raises(RigctlError, match="--in-place"):
         bench.job(bench.spec(hub_source(hub.address))).repair(in_place=False)
     outcome = bench.job(bench.spec(hub_source(hub.address))).repair(in_place=True)
-    assert set(hub.sent) == {name, shard(hub, 9)}
+    assert set(hub.settled()) == {name, shard(hub, 9)}
     assert outcome.record.origin == "adopted" and same_files(bench.destination, checkpoint)
 
 

@@ -270,10 +270,10 @@ def test_repair_fetches_only_what_is_wrong(bench: Bench, hub: Hub, checkpoint: P
     bench.destination.chmod(0o555)
     with pytest.raises(RigctlError, match=f"(?s)damaged: {shards[3].name}.*missing: {shards[5].name}"):
         bench.stage(hub_source(hub.address))
-    hub.sent.clear()
+    hub.forget_sent()
     job = bench.job(bench.spec(hub_source(hub.address)))
     assert job.repair(in_place=False).state == "repaired"
-    assert set(hub.sent) == {shards[3].name, shards[5].name}
+    assert set(hub.settled()) == {shards[3].name, shards[5].name}
     assert same_files(bench.destination, checkpoint)
     assert stat.S_IMODE(shards[5].stat().st_mode) == 0o444
     assert stat.S_IMODE(bench.destination.stat().st_mode) == 0o555
