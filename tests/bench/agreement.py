@@ -83,6 +83,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--requests", type=int, default=32, help="of a round, eight a stream at least")
     arguments = parser.parse_args()
     port = urlsplit(arguments.url).port
     if port is None:
@@ -93,7 +94,8 @@ def main() -> int:
     # One stream is compared by whole answers: what lies between two requests is the client's, and on two cores that the
     # engine fills, so is when a client gets to look at a token (vLLM 0.32.0 on CPU).
     for name, concurrency in (("single stream", 1), ("peak", arguments.concurrency)):
-        workload = Workload("w", "x", 0, concurrency, 8 * concurrency, arguments.tokens, True, 0.0, 1.0, 1)
+        requests = max(arguments.requests, 8 * concurrency)
+        workload = Workload("w", "x", 0, concurrency, requests, arguments.tokens, True, 0.0, 1.0, 1)
         ours, theirs = [], []
         for number in range(arguments.rounds + 1):
             with tempfile.TemporaryDirectory() as directory:

@@ -35,6 +35,9 @@ TOKENIZER = {
     "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"},
 }
 LAST_LINES = 12
+# aiperf 0.13's phase `concurrency` looks for a free stream without pause, on a core of its own (timing/intervals.py,
+# ConcurrencyBurst), which an engine beside it misses; `constant` looks this often. Also the most requests a second.
+LOOKS_A_SECOND = 1000
 TOKENS_A_PIECE = 8  # more than a speculative step gives
 
 
@@ -79,7 +82,8 @@ def configuration(
                 "sampling": "sequential",
             },
             "phases": {
-                "type": "concurrency",
+                "type": "constant",
+                "rate": LOOKS_A_SECOND,
                 "concurrency": workload.concurrency,
                 "requests": workload.requests,
             },
