@@ -130,6 +130,8 @@ class HostPlan:
     checkpoint_paths: Mapping[str, str]
     facts: HostFacts = field(default_factory=HostFacts, repr=False)
     decision: Decision = field(default=Decision((), (), ()), repr=False)
+    derived_from: Mapping[str, str] = field(default_factory=dict)
+    """Drafters that exist for a benchmark only -> the checkpoint whose files they are."""
 
     @property
     def packages(self) -> list[str]:

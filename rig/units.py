@@ -118,7 +118,7 @@ def used_checkpoints(plan: HostPlan, configuration: Configuration) -> dict[str, 
     speculation = configuration.speculation
     return {
         "target": configuration.target,
-        "drafter": speculation.drafter if speculation else None,
+        "drafter": plan.derived_from.get(speculation.drafter, speculation.drafter) if speculation else None,
         "version": plan.environments[configuration.release].release.version,
         "context": configuration.context_length,
         "trust_remote_code": configuration.trust_remote_code,

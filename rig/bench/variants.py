@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from rig import layout
 from rig.bench.sweeps import Sweep
-from rig.catalog import Configuration
+from rig.catalog import Checkpoint, Configuration
 from rig.hostplan import HostPlan
 from rig.yaml_source import CatalogError
 
@@ -20,7 +20,7 @@ PROFILED = "profiled"
 
 @dataclass(frozen=True)
 class ShiftedDrafter:
-    """A drafter whose layer ids are shifted: a directory of links to the original, with a config.json of its own."""
+    """A drafter whose layer ids are shifted: an overlay of the original."""
 
     name: str
     source: str
@@ -55,6 +55,7 @@ def derive(plan: HostPlan, sweep: Sweep, configurations: Sequence[str]) -> Deriv
         return Derived(plan, list(configurations), [], [])
     serving, paths = dict(plan.serving), dict(plan.checkpoint_paths)
     checkpoints, drafters, made = dict(plan.checkpoints), [], []
+    derived_from: dict[str, str] = {}
     for base in configurations:
         for variant, change in variants.items():
             name = f"{base}.{variant}"
@@ -70,10 +71,13 @@ def derive(plan: HostPlan, sweep: Sweep, configurations: Sequence[str]) -> Deriv
                 speculation = {"speculation": {"drafter": drafter.name}}
                 serving[name] = _changed(serving[name], speculation, name)
                 paths[drafter.name] = drafter.path
-                checkpoints[drafter.name] = plan.checkpoints[drafter.source]
+                checkpoints[drafter.name] = _layers_as_they_stand(plan.checkpoints[drafter.source])
+                derived_from[drafter.name] = drafter.source
             _check_drafter(serving[name], paths, name)
             made.append(name)
-    derived = replace(plan, serving=serving, checkpoint_paths=paths, checkpoints=checkpoints)
+    derived = replace(
+        plan, serving=serving, checkpoint_paths=paths, checkpoints=checkpoints, derived_from=derived_from
+    )
     return Derived(derived, made, made, drafters)
 
 
@@ -110,6 +114,12 @@ def _merged(old: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
         both = isinstance(mine, Mapping) and isinstance(value, Mapping)
         merged[key] = _merged(mine, value) if both else value  # type: ignore[arg-type]
     return merged
+
+
+def _layers_as_they_stand(entry: Checkpoint) -> Checkpoint:
+    """The entry without what it says of layer ids: the sweep asks which are right."""
+    training = entry.training.model_copy(update={"convention": "unknown", "layer_ids": None})
+    return entry.model_copy(update={"training": training})
 
 
 def _shifted(plan: HostPlan, base: str, variant: str, shift: int) -> ShiftedDrafter:

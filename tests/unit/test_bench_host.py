@@ -18,6 +18,7 @@ from rigctl.bench.host import shifted_drafter
 from rigctl.bench.plan import Workload, read_plan
 from rigctl.bench.profile import ProfileFailed, shares
 from rigctl.bench.prompts import requests_of
+from rigctl.checkpoints import overlay
 from rigctl.cli import RigctlError
 from rigctl.specification import Specification
 from tests.unit.serving import specification as stand_in
@@ -293,6 +294,7 @@ def test_shifted_drafter_is_links_and_a_config(tmp_path: Path) -> None:
     assert json.loads((made / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [3, 31, 59]
     assert (made / "model.safetensors").read_bytes() == b"weights"
     assert json.loads((drafter / "config.json").read_text()) == {"hidden_size": 8}
+    assert overlay.source(made) == drafter, "its files are proved as the checkpoint behind it"
     with pytest.raises(RigctlError, match="layer ids are"):
         shifted_drafter(drafter, made, target, 4)
 

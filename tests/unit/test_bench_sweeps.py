@@ -16,7 +16,7 @@ from rig.bench.variants import derive
 from rig.hostplan import HostPlan, host_plan
 from rig.operations.bench import generator_environment
 from rig.settings import HostSettings
-from rig.units import unit_file
+from rig.units import run_specification, unit_file
 from rig.yaml_source import CatalogError
 from rigctl.environment import Specification
 
@@ -108,6 +108,10 @@ def test_layer_shift_serves_a_drafter_of_its_own(plan: HostPlan) -> None:
     later = derived.drafters[1]
     assert later.path == "/data/eagle3/.bench/custom-drafter.layers-later"
     assert later.path in unit_file(derived.plan, "vllm-eagle3-custom.layers-later")
+    specification = run_specification(derived.plan, "vllm-eagle3-custom.layers-later")
+    assert specification["drafter_path"] == later.path
+    assert specification["checkpoints"]["drafter"] == "custom-drafter", "the checkpoint that was proved"
+    assert specification["checkpoints"]["training"]["convention"] == "unknown"
     with pytest.raises(CatalogError, match="vllm-base has no drafter"):
         derive(plan, find_sweep("layer-ids"), ["vllm-base"])
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rigctl.bench.counters import gpu_state
+from rigctl.checkpoints import overlay
 from rigctl.cli import RigctlError
 
 RECEIPT = Path("/var/lib/kimi-rig/receipt.json")
@@ -69,7 +70,7 @@ def layer_ids(config: dict[str, Any]) -> list[int] | None:
 
 
 def shifted_drafter(source: Path, destination: Path, target: Path, shift: int) -> list[int]:
-    """Make `destination` a drafter like `source` with its layer ids shifted; returns the ids.
+    """Make `destination` an overlay of the drafter `source` with its layer ids shifted; returns the ids.
 
     Where the drafter names none, both engines' default (2, N // 2, N - 3) is shifted. Raises RigctlError when source or
     target cannot be read, or an id would leave the target's layers.
@@ -81,13 +82,8 @@ def shifted_drafter(source: Path, destination: Path, target: Path, shift: int) -
     ids = [layer + shift for layer in layer_ids(config) or [2, layers // 2, layers - 3]]
     if min(ids) < 0 or max(ids) > layers:
         raise RigctlError(f"shifted by {shift} the layer ids are {ids}, the target has {layers} layers")
+    keys: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": ids}
     if isinstance(config.get("eagle_config"), dict):
-        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = ids
-    config["eagle_aux_hidden_state_layer_ids"] = ids
-    shutil.rmtree(destination, ignore_errors=True)
-    destination.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.name != "config.json":
-            (destination / file.name).symlink_to(file)
-    (destination / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        keys["eagle_config"] = dict(keys)
+    overlay.write(source, destination, keys)
     return ids

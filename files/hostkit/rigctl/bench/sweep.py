@@ -34,6 +34,7 @@ IDLE_SECONDS = 60
 # A round's prompts and records at the largest loads; below this the disk is as good as full.
 FREE_BYTES = 200 * 1024**2
 CAUSE_LINES = 5
+SETTLED_SECONDS = 120  # for a unit that is still stopping to say why
 SAID_LETTERS = 160
 
 
@@ -166,6 +167,9 @@ def _property(unit: str, name: str) -> str:
 def _cause(specification: Specification) -> str:
     """Why a unit is not well: systemd's result, the supervisor's status, the last words."""
     unit = specification.unit
+    until = time.monotonic() + SETTLED_SECONDS
+    while _property(unit, "ActiveState") == "deactivating" and time.monotonic() < until:
+        time.sleep(0.5)
     lines = subprocess.run(
         ["journalctl", "-q", "-o", "cat", "--lines=60", f"_SYSTEMD_UNIT={unit}"],
         capture_output=True,
