@@ -75,9 +75,7 @@ def derive(plan: HostPlan, sweep: Sweep, configurations: Sequence[str]) -> Deriv
                 derived_from[drafter.name] = drafter.source
             _check_drafter(serving[name], paths, name)
             made.append(name)
-    derived = replace(
-        plan, serving=serving, checkpoint_paths=paths, checkpoints=checkpoints, derived_from=derived_from
-    )
+    derived = replace(plan, serving=serving, checkpoint_paths=paths, checkpoints=checkpoints, derived_from=derived_from)
     return Derived(derived, made, made, drafters)
 
 

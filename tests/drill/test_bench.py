@@ -37,6 +37,11 @@ SWEEPS: dict[str, dict[str, Any]] = {
         "loads": [{"context": 0, "concurrency": [8]}],
         "variants": {"limit-2": {"max_running_requests": 2}, "limit-256": {"max_running_requests": 256}},
     },
+    "planted-layers": {
+        "rounds": 1,
+        "loads": [{"context": 0, "concurrency": [1]}],
+        "variants": {"given": {"layer_shift": 0}, "later": {"layer_shift": 1}},
+    },
     "planted-modes": {"rounds": 6, "loads": [{"context": 0, "concurrency": [1, 2]}]},
     "planted-death": {"rounds": 2, "loads": [{"context": 0, "concurrency": [1, 2]}]},
     "planted-full": {"rounds": 2, "loads": [{"context": 0, "concurrency": [1, 2, 3]}]},
@@ -60,17 +65,17 @@ class Bench:
     home: Path
     inventory: str = "inventory/sandbox.py"
 
-    def start(self, sweep: str) -> subprocess.Popen[str]:
+    def start(self, sweep: str, name: str = NAME) -> subprocess.Popen[str]:
         """Begin to measure; standard output and error are one pipe."""
-        command = [sys.executable, "-m", "rig.bench", "run", self.inventory, "--sweep", sweep, "--configs", NAME]
+        command = [sys.executable, "-m", "rig.bench", "run", self.inventory, "--sweep", sweep, "--configs", name]
         command += ["--ledger", str(self.home / sweep), "--out", str(self.home / f"{sweep}-report")]
         return subprocess.Popen(
             command, cwd=self.copy, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
 
-    def run(self, sweep: str) -> tuple[int, str]:
+    def run(self, sweep: str, name: str = NAME) -> tuple[int, str]:
         """Exit code and what was said."""
-        process = self.start(sweep)
+        process = self.start(sweep, name)
         said, _ = process.communicate(timeout=1200)
         return process.returncode, said
 
@@ -134,6 +139,17 @@ def test_unequal_limits_are_named(bench: Bench) -> None:
     assert "at most 2 requests ran while up to 6 waited" in page
     assert "the answers add up" not in page, "somebody else's tokens were counted: the supervisor asked meanwhile"
     assert "concurrent requests: vllm" not in page, "it recommends one of two that cannot be compared"
+
+
+def test_a_drafter_is_served_with_other_layer_ids(bench: Bench) -> None:
+    """The checkpoint behind it is the one that was proved, and nothing of it is left."""
+    name = "vllm-eagle3-custom"
+    code, said = bench.run("planted-layers", name)
+    assert code == 0, said
+    given, later = (result.configuration.drafter for result in bench.results("planted-layers"))
+    assert given is not None and later is not None and given.layer_ids is not None
+    assert later.layer_ids == [layer + 1 for layer in given.layer_ids]
+    assert not bench.box.ssh(f"ls -d /data/eagle3/.bench/* /etc/systemd/system/kimi-{name}.* 2>/dev/null", check=False)
 
 
 def test_cold_and_bimodal_rounds_are_named(bench: Bench) -> None:
