@@ -149,7 +149,8 @@ def test_a_drafter_is_served_with_other_layer_ids(bench: Bench) -> None:
     given, later = (result.configuration.drafter for result in bench.results("planted-layers"))
     assert given is not None and later is not None and given.layer_ids is not None
     assert later.layer_ids == [layer + 1 for layer in given.layer_ids]
-    assert not bench.box.ssh(f"ls -d /data/eagle3/.bench/* /etc/systemd/system/kimi-{name}.*.service 2>/dev/null", check=False)
+    left = f"ls -d /data/eagle3/.bench/* /etc/systemd/system/kimi-{name}.*.service 2>/dev/null"
+    assert not bench.box.ssh(left, check=False)
 
 
 def test_cold_and_bimodal_rounds_are_named(bench: Bench) -> None:
