@@ -79,7 +79,7 @@ def _limit_words(entry: Reference) -> str:
 
 def check_result(result: Result) -> list[Finding]:
     """What is wrong with one result, whatever it is compared with."""
-    return [*_binding(result), *_cold(result), *_bimodal(result), *_tokens(result), *_loss(result)]
+    return [*_binding(result), *_cold(result), *_bimodal(result), *_idle(result), *_tokens(result), *_loss(result)]
 
 
 def _binding(result: Result) -> Iterator[Finding]:
@@ -163,6 +163,16 @@ def two_modes(values: Sequence[float]) -> tuple[list[float], list[float]] | None
     if min(len(slow), len(fast)) < 2 or gap < MODES_SHARE * median(ordered) or gap < MODES_SPREADS * inside:
         return None
     return slow, fast
+
+
+def _idle(result: Result) -> Iterator[Finding]:
+    drafts = [measured.counters.drafts for measured in result.rounds]
+    if result.configuration.drafter is not None and drafts and all(count == 0 for count in drafts):
+        yield Finding(
+            "warning",
+            "drafter",
+            "the engine counted not one drafted token: speculation is not at work, or (n-gram) found nothing to copy",
+        )
 
 
 def _tokens(result: Result) -> Iterator[Finding]:

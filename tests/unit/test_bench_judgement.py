@@ -85,6 +85,15 @@ def test_tokens_must_add_up() -> None:
     assert ("unfair", "tokens") in checks(wrong)
 
 
+def test_a_drafter_that_drafts_nothing_is_told() -> None:
+    result = made_result("a", 1, [100, 100], length=2.0)
+    nothing = [made_round(100, counters={"drafts": 0, "drafted": 0, "accepted": 0}) for _ in range(2)]
+    assert checks(result.model_copy(update={"rounds": nothing})) == {("warning", "drafter")}
+    one = [nothing[0], result.rounds[0]]
+    assert checks(result.model_copy(update={"rounds": one})) == set()
+    assert checks(result.model_copy(update={"rounds": [made_round(100)]})) == set(), "an engine without counters"
+
+
 def test_overlap_is_noise() -> None:
     def around(*values: float) -> object:
         return spread(values)
