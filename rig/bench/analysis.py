@@ -338,13 +338,11 @@ def _drafters(study: Study, scene: Scene) -> list[str]:
         worst = max(judged, key=lambda one: one.break_even)
         shown = f"acceptance length {judged[0].length:.2f}"
         if not pays and loses:
-            words.append(
-                f"{name}: drafter below break-even: {shown}, it needs {judged[0].break_even:.2f} at "
-                f"{judged[0].concurrency} and {worst.break_even:.2f} at {worst.concurrency} concurrent requests."
-            )
+            needs = [f"{one.break_even:.2f} at concurrency {one.concurrency}" for one in (judged[0], worst)]
+            words.append(f"{name}: drafter below break-even: {shown}, it needs {' and '.join(dict.fromkeys(needs))}.")
         elif pays:
             loads = ", ".join(str(one.concurrency) for one in pays)
-            words.append(f"{name}: drafter above break-even at {loads} concurrent requests ({shown}).")
+            words.append(f"{name}: drafter above break-even at concurrency {loads} ({shown}).")
         else:
             words.append(f"{name}: drafter at break-even within noise ({shown}).")
     return words

@@ -127,7 +127,7 @@ def test_recommendation_follows_the_numbers() -> None:
     assert "cross at about 10.4 concurrent requests" in words
     swapped = study_words(*line("base", {c: v * 3 for c, v in BASE.items()}), *fast)
     assert "At every measured load (1 to 64 concurrent requests): base." in swapped
-    assert "eagle: drafter below break-even: acceptance length 2.40, it needs 3.60 at 1" in swapped
+    assert "eagle: drafter below break-even: acceptance length 2.40, it needs 3.60 at concurrency 1" in swapped
 
 
 def test_noise_names_the_plain_configuration() -> None:

@@ -36,7 +36,7 @@ def test_tables_are_whole() -> None:
 def test_diagnosis_is_in_the_report() -> None:
     low = made_result("vllm-eagle3-custom", 1, [40, 40.1, 40.2], length=1.1)
     text = lines(made_result("vllm-base", 1, [60, 60.1, 60.2]), low)
-    assert "drafter below break-even: acceptance length 1.10, it needs 1.65 at 1" in text
+    assert "drafter below break-even: acceptance length 1.10, it needs 1.65 at concurrency 1." in text
     assert "- **wrong features: likely.** only 3% are accepted at position 0" in text
     assert "Decides: the sweep `layer-ids`" in text
 
