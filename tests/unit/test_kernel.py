@@ -330,8 +330,24 @@ def test_a_killed_launcher_is_forgotten(tmp_path: Path) -> None:
     gone.wait()
     (state.jobs / str(gone.pid)).write_text("9000 10")
     assert state.running() == []
-    state.note(500, 20)
-    assert state.running() == [Running(500, 20)]
+    state.note(500, 0)
+    assert state.running() == [Running(500, 0)]
+
+
+def test_a_job_is_measured_when_another_asks(tmp_path: Path) -> None:
+    state = State(tmp_path / "state")
+    steps = ("import sys", "b = bytearray(200 << 20)", "print(flush=True)", "sys.stdin.read(1)", "del b")
+    code = "; ".join([*steps, "print(flush=True)", "sys.stdin.read()"])
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as compiler:
+        assert compiler.stdin and compiler.stdout
+        state.note(500, compiler.pid)
+        compiler.stdout.readline()
+        assert 200 <= state.running()[0].now < 300
+        compiler.stdin.write(b"x")
+        compiler.stdin.flush()
+        compiler.stdout.readline()
+        assert state.running()[0].now < 100, "what it gave back it may take again"
+        compiler.stdin.close()
 
 
 def test_a_build_is_refused_beside_a_serving_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

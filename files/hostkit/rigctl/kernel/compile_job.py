@@ -67,25 +67,28 @@ class State:
         return found
 
     def running(self) -> list[Running]:
-        """The jobs at work. One that was killed leaves a file of a process that is gone."""
+        """The jobs at work, measured now: what one of a compiler's programs gives back, the next one takes.
+
+        A job that was killed leaves a file of a process that is gone.
+        """
         found = []
         for path in self.jobs.iterdir():
             try:
-                need, now = map(int, path.read_text().split())
+                need, compiler = map(int, path.read_text().split())
                 os.kill(int(path.name), 0)
             except ProcessLookupError:
                 path.unlink(missing_ok=True)
             except (OSError, ValueError):
                 continue
             else:
-                found.append(Running(need, now))
+                found.append(Running(need, memory.of_tree(compiler) if compiler else 0))
         return found
 
-    def note(self, need: int, now: int) -> None:
-        """What this job needs and holds."""
+    def note(self, need: int, compiler: int) -> None:
+        """What this job needs, and its compiler's process; 0 before there is one."""
         path = self.jobs / str(os.getpid())
         scratch = self.root / f".{path.name}"
-        scratch.write_text(f"{need} {now}")
+        scratch.write_text(f"{need} {compiler}")
         scratch.replace(path)
 
     @contextlib.contextmanager
@@ -93,7 +96,11 @@ class State:
         """Wait until the job fits. One waits at a time, so that a large one is not passed by small ones for ever."""
         with (self.root / "gate").open("w") as gate:
             fcntl.flock(gate, fcntl.LOCK_EX)
-            while not fits(need, self.running(), memory.available()):
+            while True:
+                # First what is left, then who holds what: what a program frees in between counts for neither.
+                available = memory.available()
+                if fits(need, self.running(), available):
+                    break
                 time.sleep(POLL_SECONDS)
             self.note(need, 0)
         try:
@@ -135,6 +142,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str], state: State, need: int) -> tuple[int, int, str]:
     """Exit code, peak in MiB, and what it said on standard error (passed on)."""
     compiler = subprocess.Popen(argv, stderr=subprocess.PIPE)
+    state.note(need, compiler.pid)
     said: list[bytes] = []
 
     def pass_on() -> None:
@@ -151,9 +159,7 @@ def _run(argv: Sequence[str], state: State, need: int) -> tuple[int, int, str]:
             compiler.wait(POLL_SECONDS)
             break
         except subprocess.TimeoutExpired:
-            now = memory.of_tree(compiler.pid)
-            peak = max(peak, now)
-            state.note(need, now)
+            peak = max(peak, memory.of_tree(compiler.pid))
     reader.join()
     return compiler.returncode, peak, b"".join(said[-50:]).decode(errors="replace")
 
