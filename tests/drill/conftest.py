@@ -29,7 +29,7 @@ from rig.sandbox import Box
 from rig.settings import HostSettings
 from rig.supervision import Supervision
 from rig.units import unit_files
-from tests.sandbox.conftest import bare_box, engine_port
+from tests.sandbox.conftest import DeployBox, bare_box, engine_port
 from tests.unit.serving import checkpoint, drafter
 
 __all__ = ["bare_box", "engine_port"]
@@ -168,7 +168,8 @@ class DrillBox:
             "systemctl stop 'kimi-drill-*' 'kimi-fallback@*'; systemctl disable -q kimi-drill-a 2>/dev/null; "
             "systemctl reset-failed 'kimi-drill-*' 2>/dev/null; rm -rf "
             f"{layout.UNITS}/kimi-drill-* {layout.CONFIGURATIONS}/drill-* /var/lib/kimi-rig/serving/drill-* "
-            f"/var/lib/kimi-rig/serving/fallback.json /var/log/kimi-rig/drill-* {layout.CREDENTIALS}/api-key; "
+            f"/var/lib/kimi-rig/serving/fallback.json /var/log/kimi-rig/drill-* /run/kimi-rig/drill-* "
+            f"{layout.CREDENTIALS}/api-key; "
             "systemctl daemon-reload",
             check=False,
         )
@@ -229,16 +230,14 @@ SUPERVISOR = r".* -I -c import sys.* serve "
 
 
 @pytest.fixture(scope="session")
-def session_box(request: pytest.FixtureRequest) -> Iterator[DrillBox]:
-    """The sandbox where this version of rigctl is deployed to it; else a box of the tests' own, deployed now."""
+def session_box(bare_box: DeployBox, request: pytest.FixtureRequest) -> Iterator[DrillBox]:
+    """A box of the tests' own with this version of rigctl."""
     drill = DrillBox()
     if drill.ssh(f"readlink {layout.HOSTKIT}/current", check=False).strip() != hostkit_path():
         if request.config.getoption("--real"):
             request.getfixturevalue("engine_port")
-        deploy = request.getfixturevalue("bare_box").deploy()
+        deploy = bare_box.deploy()
         assert deploy.returncode == 0, deploy.stdout + deploy.stderr
-        drill = DrillBox()
-    drill.prepare()
     yield drill
     drill.clear()
     drill.ssh(f"rm -rf {HOME}")
@@ -246,8 +245,10 @@ def session_box(request: pytest.FixtureRequest) -> Iterator[DrillBox]:
         Path(table).write_text(drill.table())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def box(session_box: DrillBox) -> DrillBox:
+    """The same, with the stand-in engine: what ran before may have uninstalled everything."""
+    session_box.prepare()
     return session_box
 
 
