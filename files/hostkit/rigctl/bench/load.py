@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -122,15 +123,17 @@ class Generator:
         environment = {**os.environ, "HOME": str(directory), "XDG_CACHE_HOME": str(directory), "NO_PROXY": "*"}
         if self.key:
             environment[KEY_VARIABLE] = self.key
-        result = subprocess.run(
-            [self.program, "profile", "--config", str(directory / "aiperf.json")],
-            cwd=directory,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
+        # aiperf leaves directories there; in ours the paths of its sockets would be too long.
+        with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+            result = subprocess.run(
+                [self.program, "profile", "--config", str(directory / "aiperf.json")],
+                cwd=directory,
+                env={**environment, "TMPDIR": scratch},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
         try:
             return parse(directory / "out")
         except (OSError, ValueError, KeyError) as error:
