@@ -67,12 +67,23 @@ def test_a_crash_in_service_is_restarted_and_a_crash_loop_ends(tmp_path: Path) -
     failures = [run.json("cause.json")["cause"]]
     assert failures[0].startswith("the engine ended by itself (signal SIGKILL")
     for expected in (1, 78):
-        (tmp_path / "run" / "failures.json").write_text(json.dumps({"failures": failures}))
+        series = {"failures": failures, "monotonic": time.monotonic()}
+        (tmp_path / "run" / "failures.json").write_text(json.dumps(series))
         run = Run(tmp_path, {"load": [["exit", 4]]}, limits=quick)
         assert f"restart {len(failures)} of 2" in run.until("waiting")
         assert run.end() == expected
         failures.append(run.json("cause.json")["cause"])
     assert "given up after 3 failures in a row" in failures[-1]
+
+
+def test_a_start_by_hand_does_not_take_up_a_series_that_a_stop_left_behind(tmp_path: Path) -> None:
+    """A stop in the second before systemd's restart keeps the runtime directory."""
+    left = {"failures": ["x", "y", "z"], "monotonic": time.monotonic() - 60}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "failures.json").write_text(json.dumps(left))
+    run = Run(tmp_path, limits=limits(restarts=2, **FAST))
+    run.until("READY=1")
+    assert not (tmp_path / "run" / "failures.json").exists()
 
 
 def kill_engine(run: Run) -> None:

@@ -15,6 +15,7 @@ from rigctl.specification import Specification, read, read_json, write_json
 
 OF_ONE_RUN = ("started.json", "watch.json", "metrics.prom", "engine.yaml")
 KILLED = "by hand, or by the kernel for lack of memory (`journalctl -k` tells)"
+RESTARTED_SECONDS = 10  # systemd starts the unit again after RestartSec=1
 GRACE_SECONDS = 0.5  # helpers of a multiprocessing program end by themselves a moment after it
 
 
@@ -32,7 +33,7 @@ def record(specification: Specification) -> int:
     cause = None if result == "success" else _cause(specification, result)
     started = read_json(specification.runtime / "started.json")
     series = [] if cause is None else [*_unhealthy(specification, started), cause]
-    write_json(specification.runtime / "failures.json", {"failures": series})
+    write_json(specification.runtime / "failures.json", {"failures": series, "monotonic": time.monotonic()})
     ended: dict[str, Any] = {
         "at": time.time(),
         "since_boot": [boot_id(), time.monotonic()],
@@ -61,6 +62,18 @@ def failures(specification: Specification) -> list[str]:
     """Causes of the failures in a row that came before this run; empty after a stop or a long healthy run."""
     found = (read_json(specification.runtime / "failures.json") or {}).get("failures", [])
     return [str(cause) for cause in found]
+
+
+def taken_up(specification: Specification) -> list[str]:
+    """The failures that a restart by systemd goes on from.
+
+    A stop during systemd's wait before a restart leaves them behind: what starts later is not that restart.
+    """
+    path = specification.runtime / "failures.json"
+    at = (read_json(path) or {}).get("monotonic")
+    if at is None or time.monotonic() - float(at) > RESTARTED_SECONDS:
+        path.unlink(missing_ok=True)
+    return failures(specification)
 
 
 def _unhealthy(specification: Specification, started: dict[str, Any] | None) -> list[str]:

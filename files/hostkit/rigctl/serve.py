@@ -91,7 +91,7 @@ class Supervisor:
 
     def run(self) -> int:
         """The whole run, from the checks to the end of the engine."""
-        earlier = ended.failures(self._specification)
+        earlier = ended.taken_up(self._specification)
         for name in (*ended.OF_ONE_RUN, "cause.json"):
             (self._specification.runtime / name).unlink(missing_ok=True)
         try:
