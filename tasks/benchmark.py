@@ -59,6 +59,7 @@ def benchmark(plan: HostPlan) -> None:
         ml_env=plan.data.ml_env,
         python=python,
         cache=f"{plan.data.ml_env}/.cache",
+        wheels=plan.data.wheels,
     )
     bench.shifted_drafters(name="Derive drafters", derived=derived)
     if derived.made:

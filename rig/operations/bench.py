@@ -22,14 +22,18 @@ from rig.operations.common import Commands, note, remember, script
 LIMIT_SECONDS = 7 * 24 * 3600
 
 
-def generator_environment(path: str, python: str, lock: str, cache: str) -> dict[str, Any]:
+def generator_environment(path: str, python: str, lock: str, cache: str, wheels: str | None) -> dict[str, Any]:
     """What `rigctl environment build` makes the load generator's environment from."""
-    return {"path": path, "python": python, "lock": lock, "series": None, "cache": cache, "index": None}
+    made_from = {"lock": lock, "series": None, "index": None, "wheels": wheels}
+    return {"path": path, "python": python, "cache": cache, **made_from}
 
 
 @operation()
-def generator(ml_env: str, python: str, cache: str) -> Commands:
-    """The load generator's environment is complete; it is named by its lock, so a complete one is right."""
+def generator(ml_env: str, python: str, cache: str, wheels: str | None = None) -> Commands:
+    """The load generator's environment is complete; it is named by its lock, so a complete one is right.
+
+    wheels: directory on the host with every wheel; no index is asked then.
+    """
     path = generator_path(ml_env)
     proof = f"[ -e {shlex.quote(path)}/kimi-rig.json ]"
     if host.get_fact(Lines, script=f"{proof} && echo complete") == ["complete"]:
@@ -45,7 +49,7 @@ def generator(ml_env: str, python: str, cache: str) -> Commands:
         f"mv -f {lock}.new {lock}",
         content=LOCK.read_bytes(),
     )
-    specification = generator_environment(path, python, lock, cache)
+    specification = generator_environment(path, python, lock, cache, wheels)
     yield from jobs.run(
         jobs.LongJob(
             unit=f"kimi-job-env-aiperf-{PurePosixPath(path).name}",

@@ -120,6 +120,7 @@ def test_profiled_configuration_writes_below_its_cache(plan: HostPlan) -> None:
     derived = derive(plan, find_sweep("profile"), ["vllm-base", "sglang-base"])
     vllm = unit_file(derived.plan, "vllm-base.profiled")
     assert '\\"torch_profiler_dir\\": \\"/var/cache/kimi-rig/vllm-base.profiled/profile\\"' in vllm
+    assert '\\"torch_profiler_with_stack\\": false' in vllm, "a trace with stacks is too large to read"
     sglang = unit_file(derived.plan, "sglang-base.profiled")
     assert "SGLANG_TORCH_PROFILER_DIR=/var/cache/kimi-rig/sglang-base.profiled/profile" in sglang
 
@@ -169,9 +170,10 @@ def test_cell_becomes_a_ledger_entry(plan: HostPlan, tmp_path: Path) -> None:
 
 
 def test_the_generators_environment_can_be_built() -> None:
-    described = generator_environment("/opt/x/aiperf/1", "3.11", "/etc/x/aiperf.txt", "/opt/x/.cache")
+    described = generator_environment("/opt/x/aiperf/1", "3.11", "/etc/x/aiperf.txt", "/opt/x/.cache", "/opt/wheels")
     specification = Specification.parse(json.dumps(described))
     assert (specification.path, specification.series) == (Path("/opt/x/aiperf/1"), None)
+    assert specification.wheels == Path("/opt/wheels"), "a host without an index would ask one"
 
 
 @pytest.mark.parametrize("name", ["a b", "../x", "x;y", "X"])
