@@ -93,7 +93,15 @@ def profiler(plan: HostPlan, base: str, name: str) -> dict[str, Any]:
     directory = f"{layout.CACHE}/{name}/profile"
     if plan.environments[plan.serving[base].release].release.engine == "sglang":
         return {"environment": {"SGLANG_TORCH_PROFILER_DIR": directory}}
-    return {"flags": {"profiler-config": {"profiler": "torch", "torch_profiler_dir": directory}}}
+    # Stacks make a trace of hundreds of steps too large to read; the frontend launches no kernels.
+    settings = {
+        "profiler": "torch",
+        "torch_profiler_dir": directory,
+        "torch_profiler_with_stack": False,
+        "torch_profiler_dump_cuda_time_total": False,
+        "ignore_frontend": True,
+    }
+    return {"flags": {"profiler-config": settings}}
 
 
 def _changed(configuration: Configuration, change: Mapping[str, Any], name: str) -> Configuration:

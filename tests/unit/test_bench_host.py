@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rigctl.bench import load, sweep
+from rigctl.bench import load, profile, sweep
 from rigctl.bench.counters import Reading, Received, window
 from rigctl.bench.host import shifted_drafter
 from rigctl.bench.plan import Workload, read_plan
@@ -20,6 +21,7 @@ from rigctl.bench.profile import ProfileFailed, shares
 from rigctl.bench.prompts import requests_of
 from rigctl.checkpoints import overlay
 from rigctl.cli import RigctlError
+from rigctl.client import Engine
 from rigctl.specification import Specification
 from tests.unit.serving import specification as stand_in
 
@@ -310,3 +312,27 @@ def test_share_of_all_reduce_over_all_ranks() -> None:
     assert shares(ranks) == {"all_reduce_share": 0.51, "kernel_seconds": 0.002}
     with pytest.raises(ProfileFailed, match="no GPU kernels"):
         shares([[]])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_profile_is_of_kernels_alone_and_leaves_no_trace(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang records Python's stacks unless it is told otherwise; vLLM's start takes no settings."""
+    said: list[tuple[str, Any]] = []
+    trace = tmp_path / "1.0-TP-0.trace.json.gz"
+
+    def post(_: Engine, path: str, content: Any = None, *, timeout: float) -> None:
+        assert timeout
+        said.append((path, content))
+        if path == "stop_profile":
+            events = [{"cat": "kernel", "name": "ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "dur": 4}]
+            trace.write_bytes(gzip.compress(json.dumps({"traceEvents": [*events, {"cat": "cpu_op"}]}).encode()))
+
+    monkeypatch.setattr(Engine, "post", post)
+    monkeypatch.setattr("rigctl.bench.profile.time.sleep", lambda _: None)
+    asked = Engine(specification(engine))
+    profile.start(asked)
+    assert profile.stop(asked, tmp_path) == {"all_reduce_share": 1.0, "kernel_seconds": 4e-6}
+    assert said == [("start_profile", profile.RECORDED if engine == "sglang" else None), ("stop_profile", None)]
+    assert not trace.exists()

@@ -144,9 +144,10 @@ class Engine:
         answer: dict[str, Any] = response.json()
         return answer
 
-    def post(self, path: str, timeout: float) -> None:
-        """POST without a body, such as start_profile."""
-        self._session.post(f"{self.specification.base_url}/{path}", timeout=timeout).raise_for_status()
+    def post(self, path: str, content: Mapping[str, Any] | None = None, *, timeout: float) -> None:
+        """POST, such as start_profile, without a body or with JSON."""
+        url = f"{self.specification.base_url}/{path}"
+        self._session.post(url, json=content, timeout=timeout).raise_for_status()
 
     def _get(self, path: str, timeout: float) -> requests.Response:
         response = self._session.get(self.specification.base_url + path, timeout=timeout)

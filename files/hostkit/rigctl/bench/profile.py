@@ -1,6 +1,7 @@
 """AllReduce's share of GPU time while decoding, from the engine's own torch profiler.
 
-The window holds a few short prompts with long answers, so nearly all of it is decoding.
+The window holds each stream's short prompt and PROFILED_TOKENS tokens of its answer, so nearly all of it is decoding.
+A rank that waits for another one does so in its AllReduce, and that time counts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ CACHE = Path("/var/cache/kimi-rig")
 # NCCL's kernels, the engines' own (custom, one-shot, quick) and FlashInfer's fused ones.
 ALL_REDUCE = re.compile(r"all_?reduce|cross_device_reduce", re.IGNORECASE)
 WRITING_SECONDS = 120
+PROFILED_TOKENS = 128  # a token is a step of each layer's kernels, on every rank
+# What a profile of SGLang holds; by default it has Python's stacks too, and hundreds of steps fill gigabytes. vLLM is
+# told by its command line.
+RECORDED = {"activities": ["GPU"], "with_stack": False, "record_shapes": False}
 
 
 class ProfileFailed(Exception):
@@ -34,7 +39,7 @@ def trace_directory(configuration: str) -> Path:
 
 def start(engine: Engine) -> None:
     """Start the engine's profiler. Raises ProfileFailed when it has none."""
-    _post(engine, "start_profile")
+    _post(engine, "start_profile", RECORDED if engine.specification.engine == "sglang" else None)
 
 
 def stop(engine: Engine, directory: Path) -> dict[str, float]:
@@ -48,9 +53,9 @@ def stop(engine: Engine, directory: Path) -> dict[str, float]:
             path.unlink(missing_ok=True)
 
 
-def _post(engine: Engine, what: str) -> None:
+def _post(engine: Engine, what: str, content: dict[str, Any] | None = None) -> None:
     try:
-        engine.post(what, timeout=WRITING_SECONDS)
+        engine.post(what, content, timeout=WRITING_SECONDS)
     except requests.RequestException as error:
         raise ProfileFailed(f"{what}: {error}") from None
 

@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -270,9 +270,11 @@ def _profiled(plan: Plan, engine: Engine, workload: Workload, ratio: float, prog
     name = engine.specification.name
     texts = plan.prompts.get(workload.prompts, [])
     prompts = list(requests_of(workload, texts, "profile", ratio, count=workload.concurrency))
+    tokens = min(workload.output_tokens, profile.PROFILED_TOKENS)
+    short = replace(workload, output_tokens=tokens, ignore_eos=True)
     try:
         profile.start(engine)
-        load.warm(engine.specification, api_key(), workload, prompts, plan.settings.request_seconds)
+        load.warm(engine.specification, api_key(), short, prompts, plan.settings.request_seconds)
         return profile.stop(engine, profile.trace_directory(name))
     except profile.ProfileFailed as error:
         progress.say(f"{name}, {workload.id}: not profiled: {error}")
