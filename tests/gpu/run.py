@@ -23,7 +23,7 @@ import sys
 import tarfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,9 +35,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "files/hostkit")]
 
 from rig import layout  # noqa: E402  # the path comes first
+from rig.bench import ledger, report  # noqa: E402
+from rig.bench.analysis import point  # noqa: E402
+from rig.bench.collect import to_result  # noqa: E402
+from rig.bench.sweeps import find_sweep, generator_path, host_sweep  # noqa: E402
+from rig.bench.variants import derive  # noqa: E402
 from rig.catalog import Configuration, Listen  # noqa: E402
 from rig.converge import pyinfra  # noqa: E402
 from rig.hostplan import HostPlan, plan_from_facts  # noqa: E402
+from rig.operations.bench import generator_environment  # noqa: E402
 from rig.supervision import Supervision  # noqa: E402
 from rig.units import unit_files  # noqa: E402
 from rigctl.client import Engine, Speculation  # noqa: E402
@@ -52,6 +58,7 @@ from tests.gpu.wheels import POINTER  # noqa: E402
 WORK = Path("/var/lib/kimi-rig-gpu")
 CARRY = Path("/opt/carry")
 SHARED_CACHE = "/var/cache/kimi-rig-gpu"
+GENERATOR_LOCK = f"{layout.LOCKS}/aiperf.txt"
 STAGES = ("base", "hostkit", "engines", "checkpoints", "units")
 CATALOGUE = ["sglang-base", "sglang-eagle3-aq-medai", "sglang-eagle3-custom", "sglang-eagle3-custom-current"]
 DATA = {
@@ -135,6 +142,21 @@ def configuration(plan: HostPlan, variant: Variant) -> Configuration:
 
 def write_units(variants: Iterable[Variant], *, standin: bool) -> HostPlan:
     """Unit files and run specifications of the variants, as a deploy would write them."""
+    plan = plan_of(variants, standin=standin)
+    write_files(plan)
+    Path(SHARED_CACHE).mkdir(exist_ok=True)
+    shutil.chown(SHARED_CACHE, plan.data.service_user)
+    return plan
+
+
+def write_files(plan: HostPlan) -> None:
+    for path, text in unit_files(plan).items():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text)
+
+
+def plan_of(variants: Iterable[Variant], *, standin: bool) -> HostPlan:
+    """The plan of this machine with the variants as its configurations."""
     plan = plan_from_facts({**group_data(), **DATA}, read_facts())
     serving = {variant.name: configuration(plan, variant) for variant in variants}
     environments = dict(plan.environments)
@@ -153,13 +175,7 @@ def write_units(variants: Iterable[Variant], *, standin: bool) -> HostPlan:
         "disk_scheduler": {},
     }
     settings = replace(plan.settings, **bare, power_limit_w=None)
-    plan = replace(plan, serving=serving, environments=environments, data=data, settings=settings)
-    for path, text in unit_files(plan).items():
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text)
-    Path(SHARED_CACHE).mkdir(exist_ok=True)
-    shutil.chown(SHARED_CACHE, plan.data.service_user)
-    return plan
+    return replace(plan, serving=serving, environments=environments, data=data, settings=settings)
 
 
 def group_data() -> dict[str, Any]:
@@ -293,15 +309,15 @@ def served(variant: Variant) -> dict[str, Any]:
     except (Wrong, requests.RequestException) as error:
         found["error"] = f"{type(error).__name__}: {error}"
     found["stop"] = stop(variant)
-    keep_log(variant)
+    keep_log(variant.name)
     return found
 
 
-def keep_log(variant: Variant) -> None:
+def keep_log(name: str) -> None:
     (WORK / "logs").mkdir(exist_ok=True)
-    log = units.STATE / f"kimi-{variant.name}.service.log"
+    log = units.STATE / f"kimi-{name}.service.log"
     if log.exists():
-        shutil.copy(log, WORK / "logs" / f"{variant.name}.log")
+        shutil.copy(log, WORK / "logs" / f"{name}.log")
 
 
 def judged(found: dict[str, Any], *, standin: bool = False) -> None:
@@ -436,7 +452,7 @@ def gate(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
     found["restart_checks"] = started(variant.name).get("prechecks", {}).get("GPUs")
     found["restart_seconds"] = round(time.monotonic() - begin, 1)
     found["stop"] = stop(variant)
-    keep_log(variant)
+    keep_log(variant.name)
     if found["restarted"] != "active":
         raise Wrong(f"not active again: {last_words(variant.name)}")
 
@@ -477,13 +493,69 @@ def tensor(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
     found["switch_mib"] = used_mib(cards)
     found["switch_ask"] = ask(second)
     found["stop"] = stop(second)
-    keep_log(first)
-    keep_log(second)
+    keep_log(first.name)
+    keep_log(second.name)
     found["processes"], found["shared_memory"] = processes(), shared_memory()
     if found.get("restarted", "active") != "active" or max(found["stop"]["mib"]) >= 1024 or found["processes"]:
         raise Wrong(
             f"restarted {found.get('restarted')}, on the cards {found['stop']['mib']}, left {found['processes']}"
         )
+
+
+def generator(_: argparse.Namespace, found: dict[str, Any]) -> None:
+    """The load generator's environment, by the product's own program from the wheels that are here."""
+    plan = plan_from_facts({**group_data(), **DATA}, read_facts())
+    shutil.copy(CARRY / "aiperf.txt", GENERATOR_LOCK)
+    path, cache = generator_path(plan.data.ml_env), f"{plan.data.ml_env}/.cache"
+    python = next(iter(plan.environments.values())).python
+    described = generator_environment(path, python, GENERATOR_LOCK, cache, plan.data.wheels)
+    begin = time.monotonic()
+    run(layout.RIGCTL, "environment", "build", json.dumps(described))
+    found |= {"path": path, "seconds": round(time.monotonic() - begin, 1)}
+
+
+def sweep(name: str, entries: Sequence[str]) -> Step:
+    """The step that measures these catalogue entries on all cards as one, and adds the results to the ledger."""
+
+    def step(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+        cards = tuple(range(arguments.cards))
+        variants = [Variant(entry, cards, "triton") for entry in entries]
+        chosen = find_sweep(name)
+        derived = derive(write_units(variants, standin=arguments.standin), chosen, [one.name for one in variants])
+        write_files(derived.plan)
+        asked = host_sweep(derived.plan, name, chosen, derived.names)
+        path = Path(asked.directory, "sweep.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asked.document))
+        done = subprocess.run([layout.RIGCTL, "bench", "run", str(path)], capture_output=True, text=True, check=False)
+        (WORK / "logs").mkdir(exist_ok=True)
+        (WORK / "logs" / f"bench-{name}.log").write_text(done.stdout + done.stderr)
+        for one in derived.names:
+            keep_log(one)
+        facts = json.loads(run(layout.RIGCTL, "bench", "host", *sorted(set(derived.plan.checkpoint_paths.values()))))
+        found |= {"exit": done.returncode, "skipped": list(asked.skipped), "cells": {}}
+        for line in run(layout.RIGCTL, "bench", "results", str(path)).splitlines():
+            result = to_result(json.loads(line), asked, derived, "gpu-proof", facts)
+            ledger.append(result, WORK / "ledger")
+            found["cells"][f"{result.configuration.name}, {result.workload.concurrency}"] = cell(result)
+        left = [one for one in derived.names if units.is_active(f"kimi-{one}.service")]
+        failed = {key: one["cause"] for key, one in found["cells"].items() if one["cause"]}
+        if done.returncode or failed or left or len(found["cells"]) != len(asked.cells):
+            raise Wrong(f"exit code {done.returncode}, failed {failed}, still active {left}: {done.stdout[-1500:]}")
+
+    return step
+
+
+def cell(result: ledger.Result) -> dict[str, Any]:
+    """What a cell came to, for the table of this run."""
+    measured = point(result)
+    return {
+        "tok_s": [round(one.output_tok_s, 1) for one in result.rounds],
+        "stream_tok_s": [round(one.stream_tok_s, 1) for one in result.rounds],
+        "length": measured.length if measured else None,
+        "profile": result.profile,
+        "cause": result.cause,
+    }
 
 
 STEPS: dict[str, Step] = {
@@ -494,6 +566,11 @@ STEPS: dict[str, Step] = {
     "half": lives(["sglang-eagle3-custom-current"]),
     "gate": gate,
     "tensor": tensor,
+    "generator": generator,
+    "profile": sweep("profile", ["sglang-base", "sglang-eagle3-custom"]),
+    "quick": sweep("quick", ["sglang-base", "sglang-eagle3-custom", "sglang-eagle3-aq-medai"]),
+    "attention": sweep("attention-sglang", ["sglang-base"]),
+    "nccl": sweep("nccl", ["sglang-base"]),
 }
 
 
@@ -541,8 +618,10 @@ def save(out: Path, results: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     shutil.copy(WORK / "results.json", out / "results.json")
     (out / "table.md").write_text("\n".join(rows(results)) + "\n")
+    if (WORK / "ledger").is_dir():
+        report.write(ledger.read(WORK / "ledger"), out)
     with tarfile.open(out / "logs.tar.gz", "w:gz") as archive:
-        for folder in ("logs", "metrics"):
+        for folder in ("logs", "metrics", "ledger"):
             if (WORK / folder).is_dir():
                 archive.add(WORK / folder, folder)
 

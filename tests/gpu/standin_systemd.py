@@ -376,6 +376,7 @@ def systemctl(arguments: list[str]) -> int:
     for word in rest:
         if word == "-P":
             wanted = [next(rest)]
+            flags.append("--value")
         elif word.startswith("--property="):
             wanted = word.partition("=")[2].split(",")
         elif not word.startswith("-"):
@@ -398,7 +399,7 @@ def systemctl(arguments: list[str]) -> int:
             state = read(name)
             print("\n" * bool(number), end="")
             for key in wanted:
-                print(state.get(key, "") if "-P" in arguments else f"{key}={state.get(key, '')}")
+                print(state.get(key, "") if "--value" in flags else f"{key}={state.get(key, '')}")
     return 0
 
 
@@ -406,10 +407,10 @@ def journalctl(arguments: list[str]) -> int:
     """The last lines of a unit, named or by its invocation."""
     count, unit = 15, None
     for before, word in zip(["", *arguments], arguments, strict=False):
-        if before == "-n":
-            count = int(word)
-        if before == "-u":
-            unit = full_name(word)
+        if before == "-n" or word.startswith("--lines="):
+            count = int(word.partition("=")[2] or word)
+        if before == "-u" or word.startswith("_SYSTEMD_UNIT="):
+            unit = full_name(word.partition("=")[2] or word)
         if word.startswith("_SYSTEMD_INVOCATION_ID="):
             wanted = word.partition("=")[2]
             for path in STATE.glob("*.json"):

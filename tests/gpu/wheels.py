@@ -2,10 +2,11 @@
 
 python -m tests.gpu.wheels RELEASE FOLDER OUT [--portion MB]
 
-FOLDER holds the wheels of the release's lock for Python 3.12 (`pip download --require-hashes`), of hostkit's and of the
-control program's. OUT gets portions of whole wheels, p1, p2, ..., each with SHA256SUMS, and `lock.txt`: the release's
-lock with three differences, which it states at its head. torch and what it brings come from the machine; what no part
-of the run imports is left out; and large wheels lose the code of other GPUs.
+FOLDER/engine holds the wheels of the release's lock for Python 3.12 (`pip download --require-hashes`), FOLDER/host
+those of hostkit and of the control program, FOLDER/aiperf those of the load generator. OUT gets portions of whole
+wheels, p1, p2, ..., each with SHA256SUMS, and two locks, `lock.txt` of the release and `aiperf.txt`, with three
+differences, which they state at their heads. torch and what it brings come from the machine; what no part of the run
+imports is left out; and large wheels lose the code of other GPUs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import re
 import shutil
 import sys
 import zipfile
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
+from rig.bench.sweeps import LOCK
 from rig.catalog import ROOT, load_catalog
 from tests.gpu.fatbin import trimmed_wheel
 
@@ -42,6 +46,13 @@ LEFT_OUT = {
     *("modelscope", "modelscope-hub", "datasets", "smg-grpc-proto", "smg-grpc-servicer", "grpcio"),
     *("grpcio-health-checking", "grpcio-reflection", "py-spy"),
     *("numba", "llvmlite", "pyarrow", "pandas", "scipy", "lxml"),
+}
+# Of the load generator: what the machine has, and what it imports only to draw, to search or in a cluster.
+GENERATOR_GIVEN = {"transformers", "tokenizers", "safetensors", "sentencepiece"}
+GENERATOR_LEFT_OUT = {
+    *("pyarrow", "scipy", "pandas", "matplotlib", "fonttools", "kiwisolver", "contourpy", "seaborn", "soundfile"),
+    *("plotly", "dash", "dash-bootstrap-components", "kaleido", "sqlalchemy", "alembic", "optuna", "textual"),
+    *("datasets", "kopf", "kubernetes-asyncio"),
 }
 TRIMMED = {"sglang-kernel"}
 POINTER = "/etc/kimi-rig-torch"
@@ -89,6 +100,37 @@ def trimmed(source: Path, folder: Path) -> tuple[Path, list[str]]:
     return target, told.read_text().splitlines()
 
 
+@dataclass(frozen=True)
+class Part:
+    """One environment of the machine. name: of its lock there; folder: its wheels; lock: the text it is made from."""
+
+    name: str
+    folder: str
+    lock: str
+    given: Collection[str]
+    left_out: Collection[str]
+
+
+def carried(part: Part, folder: Path, made: Path) -> tuple[dict[str, Path], list[str]]:
+    """The wheels of an environment that travel, by name, and in words what differs from its lock."""
+    pinned = read_lock(part.lock)
+    wheels: dict[str, Path] = {}
+    changes = [
+        f"Made by tests/gpu/wheels.py for a machine that brings torch {pinned['torch']}.",
+        f"From the machine: {', '.join(sorted(set(part.given) & pinned.keys()))}.",
+        f"Left out: {', '.join(sorted(set(part.left_out) & pinned.keys()))}.",
+    ]
+    for path in sorted((folder / part.folder).glob("*.whl")):
+        name = distribution(path)
+        if name not in pinned or name in part.given or name in part.left_out:
+            continue
+        if name in TRIMMED:
+            path, said = trimmed(path, made)  # noqa: PLW2901
+            changes += [f"Trimmed: {line}." for line in said]
+        wheels[name] = path
+    return wheels, changes
+
+
 def derived_lock(lock: str, wheels: dict[str, Path], changes: list[str]) -> str:
     """The lock for the machine: only what is carried; torch and trimmed wheels with the hash of what is carried."""
     kept = []
@@ -103,16 +145,17 @@ def derived_lock(lock: str, wheels: dict[str, Path], changes: list[str]) -> str:
 
 
 def portions(wheels: list[Path], limit: int) -> list[list[Path]]:
-    """Whole wheels in groups of at most `limit` bytes, in order."""
+    """Whole wheels in groups of at most `limit` bytes: each in the first group that has room for it."""
     groups: list[list[Path]] = []
-    used = 0
+    room: list[int] = []
     for wheel in wheels:
         size = wheel.stat().st_size
-        if not groups or used + size > limit:
+        place = next((number for number, left in enumerate(room) if left >= size), len(room))
+        if place == len(room):
             groups.append([])
-            used = 0
-        groups[-1].append(wheel)
-        used += size
+            room.append(limit)
+        groups[place].append(wheel)
+        room[place] -= size
     return groups
 
 
@@ -127,40 +170,36 @@ def main(argv: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     release = load_catalog().releases[arguments.release]
     lock = (ROOT / release.lock.format(python="312")).read_text()
-    pinned = read_lock(lock)
     made = out / "made"
     made.mkdir(exist_ok=True)
-    wheels: dict[str, Path] = {"torch": pointer_wheel(pinned["torch"], made)}
-    changes = [
-        f"Made from {release.lock} by tests/gpu/wheels.py for a machine that brings torch {pinned['torch']}.",
-        f"From the machine: {', '.join(sorted(GIVEN & pinned.keys()))}.",
-        f"Left out: {', '.join(sorted(LEFT_OUT & pinned.keys()))}.",
+    torch = pointer_wheel(read_lock(lock)["torch"], made)
+    pin = f"torch=={read_lock(lock)['torch']} \\\n    --hash=sha256:{digest(torch)}\n"
+    parts = [
+        Part("lock.txt", "engine", lock, GIVEN, LEFT_OUT),
+        Part("aiperf.txt", "aiperf", LOCK.read_text() + pin, GENERATOR_GIVEN, GENERATOR_LEFT_OUT),
     ]
-    for path in sorted((arguments.folder / "engine").glob("*.whl")):
-        name = distribution(path)
-        if name not in pinned or name in GIVEN | LEFT_OUT:
-            continue
-        if name in TRIMMED:
-            path, said = trimmed(path, made)  # noqa: PLW2901
-            changes += [f"Trimmed: {line}." for line in said]
-        wheels[name] = path
-    missing = pinned.keys() - wheels.keys() - GIVEN - LEFT_OUT
-    if missing:
-        print(f"no wheel in {arguments.folder}/engine: {', '.join(sorted(missing))}", file=sys.stderr)
-        return 1
-    (out / "lock.txt").write_text(derived_lock(lock, wheels, changes))
-    first = sorted((arguments.folder / "host").glob("*.whl"))
-    rest = sorted(wheels.values(), key=lambda path: path.stat().st_size)
+    host = {path.name: path for path in sorted((arguments.folder / "host").glob("*.whl"))}
+    others: dict[str, Path] = {}
+    for part in parts:
+        wheels, changes = carried(part, arguments.folder, made)
+        wheels["torch"] = torch
+        if missing := read_lock(part.lock).keys() - wheels.keys() - {*part.given, *part.left_out}:
+            print(f"no wheel in {arguments.folder / part.folder}: {', '.join(sorted(missing))}", file=sys.stderr)
+            return 1
+        (out / part.name).write_text(derived_lock(part.lock, wheels, changes))
+        others |= {path.name: path for path in wheels.values() if path.name not in host}
+    rest = sorted(others.values(), key=lambda path: path.stat().st_size)
     for old in out.glob("p[0-9]*"):
         shutil.rmtree(old)
-    for number, group in enumerate(portions([*first, *rest], arguments.portion * 10**6), start=1):
+    for number, group in enumerate(portions([*host.values(), *rest], arguments.portion * 10**6), start=1):
         place = out / f"p{number}"
         place.mkdir()
         for wheel in group:
             shutil.copy(wheel, place / wheel.name)
         if number == 1:
-            group.append(out / "lock.txt")
-            shutil.copy(out / "lock.txt", place)
+            for part in parts:
+                group.append(out / part.name)
+                shutil.copy(out / part.name, place)
         (place / "SHA256SUMS").write_text("".join(f"{digest(file)}  {file.name}\n" for file in group))
         print(f"{place.name}: {len(group)} files, {sum(wheel.stat().st_size for wheel in group) / 1e6:.1f} MB")
     return 0

@@ -112,12 +112,12 @@ def test_the_lock_of_the_machine_has_the_hashes_of_what_is_carried(tmp_path: Pat
     assert derived.count("0" * 64) == 1
 
 
-def test_portions_are_whole_wheels_in_order(tmp_path: Path) -> None:
+def test_portions_are_whole_wheels_wherever_there_is_room(tmp_path: Path) -> None:
     paths = []
-    for number, size in enumerate((40, 30, 30, 90)):
+    for number, size in enumerate((40, 90, 30, 30)):
         paths.append(tmp_path / f"{number}.whl")
         paths[-1].write_bytes(bytes(size))
-    assert wheels.portions(paths, 70) == [paths[:2], paths[2:3], paths[3:]]
+    assert wheels.portions(paths, 70) == [[paths[0], paths[2]], [paths[1]], [paths[3]]]
 
 
 def test_both_backends_have_a_card_of_their_own_where_there_are_two() -> None:
