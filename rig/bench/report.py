@@ -57,7 +57,7 @@ def _host_pictures(view: HostView) -> dict[Any, dict[str, Markup]]:
     for number, scene_view in enumerate(view.scenes):
         scene = scene_view.scene
         kinds = {"Throughput": plots.throughput, "Latency": plots.latency}
-        if scene_view.acceptance is not None:
+        if any(point.positions for name in view.study.names for _, point in view.study.line(scene, name)):
             kinds["Acceptance by position"] = plots.acceptance
         drawn[scene] = {
             title: Markup(draw(view.study, scene, f"{view.study.host}-{number}"))  # noqa: S704  # matplotlib's own

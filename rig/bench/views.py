@@ -230,6 +230,8 @@ def _acceptance_row(point: Point) -> list[Cell]:
 
 
 def _positions(point: Point) -> Cell:
+    if not point.positions:
+        return "not counted"  # SGLang has no counter of it
     shares = [100 * share for share in point.positions]
     numbers = (Number(share, 0, point.result.id, f"rounds.counters.accepted_at:{n}") for n, share in enumerate(shares))
     return tuple(item for number in numbers for item in (" ", number, " %"))

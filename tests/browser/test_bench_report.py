@@ -179,3 +179,10 @@ def test_fits_a_phone(page: Path, tmp_path: Path) -> None:
     title = re.search(r"<title>(\d+) (\d+)</title>", chromium(probe, "--dump-dom", "--window-size=500,900").stdout)
     assert title
     assert int(title[1]) <= int(title[2])
+
+
+def test_a_picture_without_numbers_is_left_out(recwarn: pytest.WarningsRecorder) -> None:
+    title = "Acceptance by position"
+    assert title not in report.page([made_result("s", 1, [60, 61], length=2.4, engine="sglang")])
+    assert title in report.page([made_result("v", 1, [60, 61], length=2.4)])
+    assert not recwarn.list

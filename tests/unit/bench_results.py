@@ -47,8 +47,9 @@ def made_result(
     if length is not None:
         drafter = Drafter(name="custom-drafter", steps=3, targets=["kimi-k2.5-int4"])
         accepted = round(1000 * (length - 1))
-        positions = [accepted - 2 * (accepted // 3), accepted // 3, accepted // 3]
-        counters = {"drafts": 1000, "drafted": 3000, "accepted": accepted, "accepted_at": positions}
+        counters = {"drafts": 1000, "drafted": 3000, "accepted": accepted}
+        if engine == "vllm":  # SGLang does not count by position
+            counters["accepted_at"] = [accepted - 2 * (accepted // 3), accepted // 3, accepted // 3]
     return Result(
         **{
             "id": f"{name}-{context}-{concurrency}",

@@ -33,6 +33,11 @@ def test_tables_are_whole() -> None:
     assert all(line.endswith("|") for line in tables)
 
 
+def test_what_an_engine_does_not_count_is_told() -> None:
+    text = lines(made_result("s", 1, [60, 61], length=2.4, engine="sglang"))
+    assert "| s | 1 | 2.40 | 46.7 % | not counted |" in text
+
+
 def test_diagnosis_is_in_the_report() -> None:
     low = made_result("vllm-eagle3-custom", 1, [40, 40.1, 40.2], length=1.1)
     text = lines(made_result("vllm-base", 1, [60, 60.1, 60.2]), low)

@@ -226,12 +226,18 @@ def _errors(records: Sequence[dict[str, Any]]) -> list[str]:
 def warm(
     specification: Specification, key: str | None, workload: Workload, prompts: Sequence[str], seconds: float
 ) -> float:
-    """Send prompts at the workload's concurrency; output tokens a second. Raises requests.RequestException."""
+    """Send prompts at the workload's concurrency; output tokens a second.
+
+    Raises requests.RequestException; LoadFailed for an answer that does not say how long it is.
+    """
 
     def one(prompt: str) -> int:
         # A connection of its own: sessions are not made for threads.
-        usage = Engine(specification, key).completion(prompt, timeout=seconds, **parameters(workload))["usage"]
-        return int(usage["completion_tokens"])
+        answer = Engine(specification, key).completion(prompt, timeout=seconds, **parameters(workload))
+        try:
+            return int(answer["usage"]["completion_tokens"])
+        except (KeyError, TypeError, ValueError):
+            raise LoadFailed(f"an answer without its number of tokens: {str(answer)[:200]}") from None
 
     begun = time.monotonic()
     with ThreadPoolExecutor(workload.concurrency) as pool:
