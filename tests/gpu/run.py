@@ -541,7 +541,14 @@ def sweep(name: str, entries: Sequence[str]) -> Step:
         left = [one for one in derived.names if units.is_active(f"kimi-{one}.service")]
         failed = {key: one["cause"] for key, one in found["cells"].items() if one["cause"]}
         if done.returncode or failed or left or len(found["cells"]) != len(asked.cells):
-            raise Wrong(f"exit code {done.returncode}, failed {failed}, still active {left}: {done.stdout[-1500:]}")
+            said = (done.stdout + done.stderr)[-1500:]
+            raise Wrong(f"exit code {done.returncode}, failed {failed}, still active {left}: {said}")
+        lengths = {"always": 4.0, "never": 1.0}
+        for key, one in found["cells"].items():
+            if one["length"] != lengths.get(key.split("-")[0], one["length"]):
+                raise Wrong(f"{key}: acceptance length {one['length']}")
+            if chosen.profile and not one["profile"]:
+                raise Wrong(f"{key}: not profiled: {done.stdout[-1500:]}")
 
     return step
 

@@ -391,7 +391,7 @@ def systemctl(arguments: list[str]) -> int:
         return max(codes, default=0)
     if verb == "is-active":
         states = [read(name)["ActiveState"] for name in names]
-        if "-q" not in flags:
+        if not {"-q", "--quiet"} & {*flags}:
             print("\n".join(states))
         return 0 if "active" in states else 3
     if verb == "show":
