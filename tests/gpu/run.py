@@ -527,7 +527,10 @@ def sweep(name: str, entries: Sequence[str]) -> Step:
         path = Path(asked.directory, "sweep.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asked.document))
-        done = subprocess.run([layout.RIGCTL, "bench", "run", str(path)], capture_output=True, text=True, check=False)
+        # Our own packages must not reach the load generator.
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        command = [layout.RIGCTL, "bench", "run", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         (WORK / "logs").mkdir(exist_ok=True)
         (WORK / "logs" / f"bench-{name}.log").write_text(done.stdout + done.stderr)
         for one in derived.names:
