@@ -26,15 +26,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "files/hostkit")]
 
-from rig.converge import inventory_hosts, pyinfra  # noqa: E402  # the path comes first, for all below
-from rig.facts.host import HostFacts, parse_host  # noqa: E402  # the path comes first
-from rig.hostplan import plan_from_facts  # noqa: E402
-from rig.topology import decide  # noqa: E402
-from rigctl.cli import RigctlError  # noqa: E402
-from rigctl.leftovers import holders  # noqa: E402
-from rigctl.prechecks import gpus_free  # noqa: E402
-from rigctl.specification import Specification  # noqa: E402
-from tests.unit.serving import limits, specification  # noqa: E402
+from rig.converge import inventory_hosts, pyinfra
+from rig.facts.host import HostFacts, parse_host
+from rig.hostplan import plan_from_facts
+from rig.topology import decide
+from rigctl.cli import RigctlError
+from rigctl.leftovers import holders
+from rigctl.prechecks import gpus_free
+from rigctl.specification import Specification
+from tests.unit.serving import limits, specification
 
 HOLD_MIB = 8192
 LIMIT_SECONDS = 180

@@ -34,26 +34,26 @@ import requests
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "files/hostkit")]
 
-from rig import layout  # noqa: E402  # the path comes first
-from rig.bench import ledger, report  # noqa: E402
-from rig.bench.analysis import point  # noqa: E402
-from rig.bench.collect import to_result  # noqa: E402
-from rig.bench.sweeps import find_sweep, generator_path, host_sweep  # noqa: E402
-from rig.bench.variants import derive  # noqa: E402
-from rig.catalog import Configuration, Listen  # noqa: E402
-from rig.converge import pyinfra  # noqa: E402
-from rig.hostplan import HostPlan, plan_from_facts  # noqa: E402
-from rig.operations.bench import generator_environment  # noqa: E402
-from rig.supervision import Supervision  # noqa: E402
-from rig.units import unit_files  # noqa: E402
-from rigctl.client import Engine, Speculation  # noqa: E402
-from rigctl.progress import gpu_memory, nvidia_smi  # noqa: E402
-from rigctl.specification import named, read_json  # noqa: E402
-from rigctl.tiny_kimi.automaton import CHAT, CONTENT  # noqa: E402
-from rigctl.tiny_kimi.prediction import predict_counters  # noqa: E402
-from tests.gpu import standin_systemd as units  # noqa: E402
-from tests.gpu.host_stage import inventory, read_facts, run  # noqa: E402
-from tests.gpu.wheels import POINTER  # noqa: E402
+from rig import layout
+from rig.bench import ledger, report
+from rig.bench.analysis import point
+from rig.bench.collect import to_result
+from rig.bench.sweeps import find_sweep, generator_path, host_sweep
+from rig.bench.variants import derive
+from rig.catalog import Configuration, Listen
+from rig.converge import pyinfra
+from rig.hostplan import HostPlan, plan_from_facts
+from rig.operations.bench import generator_environment
+from rig.supervision import Supervision
+from rig.units import unit_files
+from rigctl.client import Engine, Speculation
+from rigctl.progress import gpu_memory, nvidia_smi
+from rigctl.specification import named, read_json
+from rigctl.tiny_kimi.automaton import CHAT, CONTENT
+from rigctl.tiny_kimi.prediction import predict_counters
+from tests.gpu import standin_systemd as units
+from tests.gpu.host_stage import inventory, read_facts, run
+from tests.gpu.wheels import POINTER
 
 WORK = Path("/var/lib/kimi-rig-gpu")
 CARRY = Path("/opt/carry")

@@ -124,10 +124,10 @@ def carried(part: Part, folder: Path, made: Path) -> tuple[dict[str, Path], list
         name = distribution(path)
         if name not in pinned or name in part.given or name in part.left_out:
             continue
-        if name in TRIMMED:
-            path, said = trimmed(path, made)  # noqa: PLW2901
-            changes += [f"Trimmed: {line}." for line in said]
         wheels[name] = path
+        if name in TRIMMED:
+            wheels[name], said = trimmed(path, made)
+            changes += [f"Trimmed: {line}." for line in said]
     return wheels, changes
 
 
@@ -138,9 +138,8 @@ def derived_lock(lock: str, wheels: dict[str, Path], changes: list[str]) -> str:
         pin = _PIN.match(block)
         if pin is None or pin[1] not in wheels:
             continue
-        if pin[1] in TRIMMED or pin[1] == "torch":
-            block = f"{pin[1]}=={pin[2]} \\\n    --hash=sha256:{digest(wheels[pin[1]])}\n"  # noqa: PLW2901
-        kept.append(block)
+        ours = pin[1] in TRIMMED or pin[1] == "torch"
+        kept.append(f"{pin[1]}=={pin[2]} \\\n    --hash=sha256:{digest(wheels[pin[1]])}\n" if ours else block)
     return "".join(f"# {line}\n" for line in changes) + "".join(kept)
 
 
@@ -172,8 +171,9 @@ def main(argv: list[str] | None = None) -> int:
     lock = (ROOT / release.lock.format(python="312")).read_text()
     made = out / "made"
     made.mkdir(exist_ok=True)
-    torch = pointer_wheel(read_lock(lock)["torch"], made)
-    pin = f"torch=={read_lock(lock)['torch']} \\\n    --hash=sha256:{digest(torch)}\n"
+    version = read_lock(lock)["torch"]
+    torch = pointer_wheel(version, made)
+    pin = f"torch=={version} \\\n    --hash=sha256:{digest(torch)}\n"
     parts = [
         Part("lock.txt", "engine", lock, GIVEN, LEFT_OUT),
         Part("aiperf.txt", "aiperf", LOCK.read_text() + pin, GENERATOR_GIVEN, GENERATOR_LEFT_OUT),
