@@ -26,18 +26,19 @@ help: ## list the verbs
 # Says within seconds why a machine will not do, before anything is installed.
 .PHONY: supported
 supported:
-	@$(PYTHON) -m rig.machine_check
+	@$(PYTHON) rig/sandbox/machine_check.py
 
-.venv/ready: requirements/control.txt
+.venv/ready: requirements/control.txt files/hostkit/pyproject.toml
 	@$(PYTHON) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "kimi-rig needs Python >= 3.11 with venv (Debian/Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	@echo "installing the control side into .venv (about a minute)"
 	@rm -rf .venv && $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/control.txt
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-index --no-build-isolation --no-deps -e files/hostkit
 	@touch $@
 
 demo: supported .venv/ready ## boot the sandbox, deploy, start a configuration, print its answer
-	@$(BIN)/python -m rig.demo
+	@$(BIN)/python -m rig.cli.demo
 
 sandbox: supported .venv/ready ## make and boot the box on this machine
 	@$(BIN)/python -m rig.sandbox up
@@ -52,38 +53,38 @@ sandbox-ssh: .venv/ready ## CMD="...": run a command in the box
 	@$(BIN)/python -m rig.sandbox ssh "$$CMD"
 
 plan: .venv/ready ## INVENTORY=... [LIMIT=host]: what a deploy would change (0 nothing, 2 something, 1 failed)
-	@$(BIN)/python -m rig.converge plan "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
+	@$(BIN)/python -m rig.cli.converge plan "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
 
 deploy: .venv/ready ## INVENTORY=... [LIMIT=host]: converge (0 converged, 3 reboot pending, 1 failed)
-	@$(BIN)/python -m rig.converge deploy "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
+	@$(BIN)/python -m rig.cli.converge deploy "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
 
 rollback: .venv/ready ## INVENTORY=... [LIMIT=host] [TO=state]: environments, units and flags of the deploy before
-	@$(BIN)/python -m rig.rollback "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${TO:+--to="$$TO"}
+	@$(BIN)/python -m rig.cli.rollback "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${TO:+--to="$$TO"}
 
 verify: .venv/ready ## INVENTORY=...: prove the live hosts
 	@$(BIN)/python -m pytest -q tests/host --inventory "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
 
 explain: .venv/ready ## INVENTORY=... [LIMIT=host] [FORMAT=json]: host facts, every setting, why and from where
-	@$(BIN)/python -m rig.explain_command "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${FORMAT:+--format="$$FORMAT"}
+	@$(BIN)/python -m rig.cli.explain "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${FORMAT:+--format="$$FORMAT"}
 
 pin: .venv/ready ## CHECKPOINT=... [REVISION=commit] [TOKEN_FILE=...]: pin a revision, write its manifest
-	@$(BIN)/python -m rig.pin "$$CHECKPOINT" $${REVISION:+--revision="$$REVISION"} $${TOKEN_FILE:+--token-file="$$TOKEN_FILE"}
+	@$(BIN)/python -m rig.maintain.pin "$$CHECKPOINT" $${REVISION:+--revision="$$REVISION"} $${TOKEN_FILE:+--token-file="$$TOKEN_FILE"}
 
 reboot: .venv/ready ## INVENTORY=...: deploy, and reboot where boot-time settings wait for it
-	@$(BIN)/python -m rig.converge deploy "$$INVENTORY" --pyinfra=--data --pyinfra=reboot=yes $${LIMIT:+--limit="$$LIMIT"}
+	@$(BIN)/python -m rig.cli.converge deploy "$$INVENTORY" --pyinfra=--data --pyinfra=reboot=yes $${LIMIT:+--limit="$$LIMIT"}
 
 status: .venv/ready ## INVENTORY=... [JSON=1]: one line a host
-	@$(BIN)/python -m rig.status "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $(if $(JSON),--json)
+	@$(BIN)/python -m rig.cli.status "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $(if $(JSON),--json)
 
 uninstall: .venv/ready ## INVENTORY=... [YES=1]: remove what the hosts' records list, nothing else
-	@$(BIN)/python -m rig.uninstall "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $(if $(YES),--yes)
+	@$(BIN)/python -m rig.cli.uninstall "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $(if $(YES),--yes)
 
 bench: .venv/ready ## INVENTORY=... CONFIGS="a b": measure configurations, then report
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/bench.txt
-	@$(BIN)/python -m rig.bench run "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${CONFIGS:+--configs="$$CONFIGS"} $${SWEEP:+--sweep="$$SWEEP"}
+	@$(BIN)/python -m rig.cli.bench run "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${CONFIGS:+--configs="$$CONFIGS"} $${SWEEP:+--sweep="$$SWEEP"}
 
 tour: .venv/ready ## plan, a unit, explanation and report of an 8-card host from recorded facts: no root, no box
-	@$(BIN)/python -m rig.tour
+	@$(BIN)/python -m rig.cli.tour
 
 check: .venv/ready ## lint, types and unit tests; under a minute
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
@@ -117,7 +118,7 @@ format: .venv/ready ## format the code
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix .
 
 release-add: .venv/ready ## ENGINE=vllm VERSION=x: lock a release, ask it, compare it with the newest, write its block
-	@PATH="$(BIN):$$PATH" PYTHONPATH=files/hostkit $(BIN)/python -m rig.release_add "$$ENGINE" "$$VERSION"
+	@PATH="$(BIN):$$PATH" $(BIN)/python -m rig.maintain.release_add "$$ENGINE" "$$VERSION"
 
 LOCK := $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
         --no-emit-find-links --custom-compile-command "make lock"
@@ -126,4 +127,4 @@ lock: .venv/ready ## write the lock files anew from pyproject.toml and requireme
 	@$(LOCK) files/hostkit/requirements.in -o files/hostkit/requirements.txt
 	@$(LOCK) -c requirements/control.txt requirements/bench.in -o requirements/bench.txt
 	@$(LOCK) --no-build files/bench/requirements.in -o files/bench/requirements.txt
-	@PATH="$(BIN):$$PATH" $(BIN)/python -m rig.locks
+	@PATH="$(BIN):$$PATH" $(BIN)/python -m rig.maintain.locks

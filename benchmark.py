@@ -3,7 +3,7 @@
 --data bench_configurations="a b" and --data bench_sweep=NAME choose; `make bench` adds the report.
 """
 
-from rig.target import current_plan
+from rig.plan.current import current_plan
 from tasks.benchmark import benchmark
 from tasks.hostkit import hostkit
 

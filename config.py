@@ -1,8 +1,8 @@
 from pyinfra import config
 from pyinfra.api.exceptions import PyinfraError
 
-from rig.catalog import check_all
-from rig.yaml_source import CatalogError
+from rig.catalog.entries import check_all
+from rig.catalog.yaml_source import CatalogError
 
 config.REQUIRE_PYINFRA_VERSION = "~=3.10"
 

@@ -1,6 +1,6 @@
 """kimi-rig: what a host gets, in this order."""
 
-from rig.target import current_plan
+from rig.plan.current import current_plan
 from tasks.base import base
 from tasks.checkpoints import checkpoints
 from tasks.engines import engines

@@ -2,14 +2,14 @@
 
 from pyinfra.api import deploy
 
-from rig import layout
-from rig.hostplan import HostPlan
-from rig.operations import states
+from rig.artifacts.rollback_states import state_of
+from rig.operations import rollback_states
+from rig.operations.deploy_lock import deploy_lock
 from rig.operations.files import Directory, File, Link, present, secret
-from rig.operations.lock import deploy_lock
 from rig.operations.system import packages, system_user
-from rig.states import state_of
-from rig.target import current_plan, operator_secret
+from rig.plan.current import current_plan, operator_secret
+from rig.plan.host_plan import HostPlan
+from rigctl.contract import layout
 
 SYSUSERS = "/etc/sysusers.d/kimi-rig.conf"
 
@@ -35,7 +35,7 @@ def base_paths(plan: HostPlan) -> list[Directory | File | Link]:
 def base(plan: HostPlan) -> None:
     deploy_lock(name="Hold the deploy lock")
     again = plan.data.roll_forward == "yes"
-    states.wanted(name="Respect a rollback", record=state_of(plan), roll_forward=again)
+    rollback_states.wanted(name="Respect a rollback", record=state_of(plan), roll_forward=again)
     packages(name="Install packages", names=plan.packages)
     present(name="Make directories", entries=base_paths(plan))
     system_user(name=f"Create user {plan.data.service_user}", user=plan.data.service_user, declaration=SYSUSERS)

@@ -11,17 +11,18 @@ from pyinfra import host
 from pyinfra.api import deploy
 from pyinfra.api.exceptions import PyinfraError
 
-from rig import layout
+from rig.artifacts.units import unit_files
 from rig.bench import ledger
 from rig.bench.collect import to_result
 from rig.bench.sweeps import HostSweep, find_sweep, host_sweep
 from rig.bench.variants import Derived, derive
-from rig.hostplan import HostPlan
-from rig.operations import bench, system
+from rig.catalog.yaml_source import CatalogError
+from rig.operations import benchmark as operations
+from rig.operations import system
+from rig.operations.deploy_lock import deploy_lock
 from rig.operations.files import File, present
-from rig.operations.lock import deploy_lock
-from rig.units import unit_files
-from rig.yaml_source import CatalogError
+from rig.plan.host_plan import HostPlan
+from rigctl.contract import layout
 
 LEDGER = "KIMI_RIG_LEDGER"
 """Environment variable: another directory for the ledger."""
@@ -54,14 +55,14 @@ def benchmark(plan: HostPlan) -> None:
 
     deploy_lock(name="Hold the deploy lock")
     python = next(iter(plan.environments.values())).python
-    bench.generator(
+    operations.generator(
         name="Build the load generator's environment",
         ml_env=plan.data.ml_env,
         python=python,
         cache=f"{plan.data.ml_env}/.cache",
         wheels=plan.data.wheels,
     )
-    bench.shifted_drafters(name="Derive drafters", derived=derived)
+    operations.shifted_drafters(name="Derive drafters", derived=derived)
     if derived.made:
         texts = unit_files(derived.plan)
         units = {layout.unit_name(made) for made in derived.made} | {f"{made}.json" for made in derived.made}
@@ -71,8 +72,8 @@ def benchmark(plan: HostPlan) -> None:
             name="Load them into systemd", units=[layout.unit_name(made) for made in derived.made], files=files
         )
     models = sorted({derived.plan.checkpoint_paths[model] for model in _models(derived)})
-    bench.measured(name="Measure", sweep=sweep, models=models, keep=keep)
-    bench.removed(name="Remove derived configurations", derived=derived)
+    operations.measured(name="Measure", sweep=sweep, models=models, keep=keep)
+    operations.removed(name="Remove derived configurations", derived=derived)
 
 
 def _models(derived: Derived) -> Iterator[str]:

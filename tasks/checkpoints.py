@@ -2,12 +2,12 @@
 
 from pyinfra.api import deploy
 
-from rig.checkpoint_specs import checkpoint_files
-from rig.hostplan import HostPlan
+from rig.artifacts.checkpoint_orders import checkpoint_files
+from rig.artifacts.units import pairs
 from rig.operations.checkpoints import checkpoint, drafters_fit
 from rig.operations.files import File, present
-from rig.target import current_plan
-from rig.units import pairs
+from rig.plan.current import current_plan
+from rig.plan.host_plan import HostPlan
 
 
 @deploy("Checkpoints")

@@ -4,12 +4,12 @@ from pathlib import Path
 
 from pyinfra.api import deploy
 
-from rig.catalog import ROOT
-from rig.engines import command_line
-from rig.hostplan import HostPlan
-from rig.operations.engines import accepted, environment, undrifted
+from rig.catalog.entries import ROOT
+from rig.operations.engine_environments import accepted, environment, undrifted
 from rig.operations.files import File, present
-from rig.target import current_plan
+from rig.plan.command_lines import command_line
+from rig.plan.current import current_plan
+from rig.plan.host_plan import HostPlan
 
 
 def engine_inputs(plan: HostPlan) -> list[File]:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from pyinfra import host
 
-from rig.drafters import drafters_json, drafters_text
-from rig.explain import explain_json, explain_text
-from rig.explain_command import PAGES
-from rig.hostplan import HostPlan
-from rig.target import current_plan
+from rig.cli.explain import PAGES
+from rig.host.explanation import explain_json, explain_text
+from rig.plan.current import current_plan
+from rig.plan.drafter_layers import drafters_json, drafters_text
+from rig.plan.host_plan import HostPlan
 from tasks.host import findings
 
 

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 
 from pyinfra.api import deploy
 
-from rig import layout
-from rig.checkpoint_specs import expected_bytes
-from rig.driver import Action, DriverStep, driver_step, minimum_driver
-from rig.hostfiles import POWER_UNIT, HostFile, host_files, unwanted_files
-from rig.hostplan import HostPlan
-from rig.live import reboot_pending
-from rig.memory import MIB, Fit, Model, configuration_fit
-from rig.operations import host as operations
+from rig.artifacts.checkpoint_orders import expected_bytes
+from rig.host.live_settings import reboot_pending
+from rig.host.memory_fit import MIB, Fit, Model, configuration_fit
+from rig.host.nvidia_driver import Action, DriverStep, driver_step, minimum_driver
+from rig.host.preflight import SHM, Finding, Needs, preflight
+from rig.host.system_files import POWER_UNIT, HostFile, host_files, unwanted_files
+from rig.operations import host_settings as operations
 from rig.operations.files import Directory, File, present
-from rig.preflight import SHM, Finding, Needs, preflight
-from rig.target import current_plan
+from rig.plan.current import current_plan
+from rig.plan.host_plan import HostPlan
+from rigctl.contract import layout
 
 # Unpacked, with pip's copies while it is made (docs/host.md).
 ENVIRONMENT_BYTES = {"cuda": 12_000_000_000, "cpu": 3_000_000_000}

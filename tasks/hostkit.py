@@ -2,9 +2,9 @@
 
 from pyinfra.api import deploy
 
-from rig.hostplan import HostPlan
 from rig.operations import hostkit as operations
-from rig.target import current_plan
+from rig.plan.current import current_plan
+from rig.plan.host_plan import HostPlan
 
 
 @deploy("Hostkit")

@@ -2,16 +2,16 @@
 
 from pyinfra.api import deploy
 
-from rig.hostplan import HostPlan
-from rig.operations import receipts
+from rig.operations import receipt as operations
 from rig.operations.system import reboot_pending
-from rig.target import current_plan
+from rig.plan.current import current_plan
+from rig.plan.host_plan import HostPlan
 
 
 @deploy("Receipt")
 def receipt(plan: HostPlan) -> None:
     reboot_pending(name="Report a pending reboot")
-    receipts.receipt(name="Write the receipt", plan=plan)
+    operations.receipt(name="Write the receipt", plan=plan)
 
 
 if __name__ == "builtins":

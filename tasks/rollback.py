@@ -1,4 +1,4 @@
-"""Rollback: environments, units and flags of an earlier deploy, together (rig/rollback.py runs this)."""
+"""Rollback: environments, units and flags of an earlier deploy, together (rig/cli/rollback.py runs this)."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ from pyinfra import host
 from pyinfra.api import deploy
 from pyinfra.api.exceptions import PyinfraError
 
-from rig import layout
-from rig.catalog import Kernel
+from rig.artifacts.rollback_states import FORMAT, NoState, left_behind, state_file, target
+from rig.catalog.entries import Kernel
 from rig.facts.state import JsonFile, Lines
-from rig.operations import states, system
+from rig.operations import rollback_states, system
+from rig.operations.deploy_lock import deploy_lock
 from rig.operations.files import File, present
-from rig.operations.kernels import kernel
-from rig.operations.lock import deploy_lock
-from rig.states import FORMAT, NoState, left_behind, state_file, target
-from rig.target import check_privilege
+from rig.operations.kernel_wheels import kernel
+from rig.plan.current import check_privilege
+from rigctl.contract import layout
 
 
 def chosen_state() -> tuple[dict[str, Any], list[str]]:
@@ -56,16 +56,16 @@ def kernels_restored(state: dict[str, Any]) -> None:
 def rollback(state: dict[str, Any], left: list[str]) -> None:
     units = [layout.unit_name(name) for name in state["units"]]
     deploy_lock(name="Hold the deploy lock")
-    states.restorable(name="Look for its environments", record=state)
+    rollback_states.restorable(name="Look for its environments", record=state)
     kernels_restored(state)
-    states.linked(name="Point to its environments", record=state)
+    rollback_states.linked(name="Point to its environments", record=state)
     files = [File(path, text.encode()) for path, text in state["files"].items()]
     present(name="Write its units", entries=files)
     system.retired_units(name="Remove units it does not have", keep=[*units, layout.FALLBACK_UNIT])
     system.units_loaded(name="Load units into systemd", units=units, files=files)
     restart = host.data.get("restart") or "never"
     system.running_current(name="Bring running services back", digests=state["units"], restart=restart)
-    states.returned(name="Write it down", record=state, left=left)
+    rollback_states.returned(name="Write it down", record=state, left=left)
 
 
 if __name__ == "builtins":

@@ -2,11 +2,18 @@
 
 from pyinfra.api import deploy
 
-from rig.hostplan import HostPlan
-from rig.kernels import kernel_files, kernels, root, specification_digest, specification_path, toolchains
+from rig.artifacts.kernel_orders import (
+    kernel_files,
+    kernels,
+    root,
+    specification_digest,
+    specification_path,
+    toolchains,
+)
 from rig.operations.files import File, present
-from rig.operations.kernels import kernel, toolkit
-from rig.target import current_plan
+from rig.operations.kernel_wheels import kernel, toolkit
+from rig.plan.current import current_plan
+from rig.plan.host_plan import HostPlan
 
 
 @deploy("Kernel libraries")

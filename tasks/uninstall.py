@@ -1,10 +1,10 @@
-"""Uninstall: what the host's record lists goes, in the order in which it may (rig/uninstall.py runs this)."""
+"""Uninstall: what the host's record lists goes, in the order in which it may (rig/cli/uninstall.py runs this)."""
 
 from pyinfra.api import deploy
 
 from rig.operations import removal
-from rig.operations.lock import deploy_lock
-from rig.target import check_privilege
+from rig.operations.deploy_lock import deploy_lock
+from rig.plan.current import check_privilege
 
 
 @deploy("Uninstall")

@@ -2,13 +2,13 @@
 
 from pyinfra.api import deploy
 
-from rig import layout
-from rig.hostplan import HostPlan
-from rig.operations import states, system
+from rig.artifacts.rollback_states import state_of
+from rig.artifacts.units import run_specification, unit_files
+from rig.operations import rollback_states, system
 from rig.operations.files import File, present
-from rig.states import state_of
-from rig.target import current_plan
-from rig.units import run_specification, unit_files
+from rig.plan.current import current_plan
+from rig.plan.host_plan import HostPlan
+from rigctl.contract import layout
 
 
 @deploy("Units")
@@ -16,7 +16,7 @@ def units(plan: HostPlan) -> None:
     names = [layout.unit_name(name) for name in plan.serving]
     boot = layout.unit_name(plan.data.enable_at_boot) if plan.data.enable_at_boot else None
     files = [File(path, text.encode()) for path, text in unit_files(plan).items()]
-    states.recorded(name="Record the state for a rollback", record=state_of(plan))
+    rollback_states.recorded(name="Record the state for a rollback", record=state_of(plan))
     present(name="Write units", entries=files)
     system.retired_units(name="Remove units of removed configurations", keep=[*names, layout.FALLBACK_UNIT])
     system.units_loaded(name="Load units into systemd", units=names, files=files)
@@ -24,7 +24,7 @@ def units(plan: HostPlan) -> None:
     digests = {name: run_specification(plan, name)["digest"] for name in plan.serving}
     system.running_current(name="Bring running services up to date", digests=digests, restart=plan.data.restart)
     paths = [env.path for env in plan.environments.values()]
-    states.pruned(name="Remove environments that nothing needs", ml_env=plan.data.ml_env, current=paths)
+    rollback_states.pruned(name="Remove environments that nothing needs", ml_env=plan.data.ml_env, current=paths)
 
 
 if __name__ == "builtins":

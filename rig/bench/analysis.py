@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 
-from rig.bench.acceptance import DEFINITIONS, proper_rate, step_cost
+from rig.bench.acceptance_units import DEFINITIONS, proper_rate, step_cost
 from rig.bench.fairness import (
     Finding,
     Spread,

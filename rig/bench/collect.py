@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from rig.bench import ledger
 from rig.bench.sweeps import HostSweep, prompts_digest
 from rig.bench.variants import Derived
-from rig.catalog import Checkpoint, Configuration
-from rig.hostplan import HostPlan
+from rig.catalog.entries import Checkpoint, Configuration
+from rig.plan.host_plan import HostPlan
 
 
 def to_result(

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from rig.bench.acceptance import DEFINITIONS, Drafting, acceptance_length, by_position
-from rig.catalog import ROOT
+from rig.bench.acceptance_units import DEFINITIONS, Drafting, acceptance_length, by_position
+from rig.catalog.entries import ROOT
 
 DIRECTORY = ROOT / "ledger"
 
@@ -26,7 +26,7 @@ class Record(BaseModel):
 
 
 class Drafter(Record):
-    """How a configuration speculates. rate_definition: key of rig.bench.acceptance.DEFINITIONS."""
+    """How a configuration speculates. rate_definition: key of rig.bench.acceptance_units.DEFINITIONS."""
 
     name: str
     steps: int
@@ -182,7 +182,7 @@ class Result(Record):
 
 
 class Acceptance(Record):
-    """A reported acceptance rate, read by one definition (a key of rig.bench.acceptance.DEFINITIONS)."""
+    """A reported acceptance rate, read by one definition (a key of rig.bench.acceptance_units.DEFINITIONS)."""
 
     rate: float
     definition: str

@@ -17,7 +17,7 @@ from rig.bench import plots
 from rig.bench.analysis import newest
 from rig.bench.ledger import LedgerError, Reference, Result, references, results
 from rig.bench.views import RULE, Cell, HostView, Number, ReferenceView, host_view, reference_views
-from rig.catalog import ROOT
+from rig.catalog.entries import ROOT
 
 
 def _jinja(*, html: bool) -> Jinja:

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from rig import layout
-from rig.catalog import INVENTORY, NAME, ROOT, Configuration, Entry
-from rig.hostplan import HostPlan, canonical_digest
-from rig.units import run_specification
-from rig.yaml_source import CatalogError, load
+from rig.artifacts.units import run_specification
+from rig.catalog.entries import INVENTORY, NAME, ROOT, Configuration, Entry
+from rig.catalog.yaml_source import CatalogError, load
+from rig.plan.host_plan import HostPlan, canonical_digest
+from rigctl.contract import layout
 
 FILE = "benchmark.yaml"
 PROMPTS = ROOT / "files" / "bench" / "prompts"

@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rig import layout
 from rig.bench.sweeps import Sweep
-from rig.catalog import Checkpoint, Configuration
-from rig.hostplan import HostPlan
-from rig.yaml_source import CatalogError
+from rig.catalog.entries import Checkpoint, Configuration
+from rig.catalog.yaml_source import CatalogError
+from rig.plan.host_plan import HostPlan
+from rigctl.contract import layout
 
 LAYER_SHIFT = "layer_shift"
 PROFILED = "profiled"

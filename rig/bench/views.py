@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rig.bench.acceptance import band, own_rate_definition
+from rig.bench.acceptance_units import band, own_rate_definition
 from rig.bench.analysis import (
     RULE,
     Drafted,

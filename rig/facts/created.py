@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 from pyinfra.api.facts import FactBase
 
-from rig import layout
+from rigctl.contract import layout
 
 
 @dataclass(frozen=True)

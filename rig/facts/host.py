@@ -1,4 +1,4 @@
-"""The host as typed facts, parsed from the raw readings of rig/facts/host_facts.py. Pure.
+"""The host as typed facts, parsed from the raw readings of rig/facts/remote_script.py. Pure.
 
 Every reading may be None: "unknown", with its reason under HostFacts.unknown. No parser raises on odd tool
 output; only a document that is none at all raises FactsError.
@@ -288,7 +288,7 @@ class HostFacts:
 
 
 def parse_host(document: str) -> HostFacts:
-    """The facts in a document of host_facts.py. Raises FactsError when it is none."""
+    """The facts in a document of remote_script.py. Raises FactsError when it is none."""
     try:
         raw = json.loads(document)
     except ValueError as error:

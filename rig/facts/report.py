@@ -12,14 +12,14 @@ from pyinfra.api.facts import FactBase
 
 from rig.facts.host import FactsError, HostFacts, parse_host
 
-SCRIPT = Path(__file__).with_name("host_facts.py")
+SCRIPT = Path(__file__).with_name("remote_script.py")
 NO_PYTHON = "python3 is missing"
 
 
 class HostReport(FactBase[HostFacts]):
-    """Everything host_facts.py reads. Where it cannot run, all is unknown and HostFacts.unknown["host"] says why.
+    """Everything remote_script.py reads. Where it cannot run, all is unknown and HostFacts.unknown["host"] says why.
 
-    wanted: what is asked beyond the host itself, see host_facts.py (rig.hostplan.questions).
+    wanted: what is asked beyond the host itself, see remote_script.py (rig.plan.host_plan.questions).
     """
 
     def command(self, wanted: Mapping[str, Any] | None = None) -> str:

@@ -9,9 +9,7 @@ from typing import Any
 from pyinfra import host
 from pyinfra.api import operation
 
-from rig import layout
-from rig.catalog import Checkpoint, GeneratorSource, HubSource
-from rig.checkpoint_specs import (
+from rig.artifacts.checkpoint_orders import (
     adopted_as_it_is,
     described,
     has_manifest,
@@ -19,9 +17,11 @@ from rig.checkpoint_specs import (
     specification_path,
     wanted_identity,
 )
+from rig.catalog.entries import Checkpoint, GeneratorSource, HubSource
 from rig.facts.state import Lines
 from rig.operations import jobs
 from rig.operations.common import Commands, made, note, notice, refuse, remember, script
+from rigctl.contract import layout
 
 # 595 GB at 100 Mbit/s take 13 hours; a job that outlasts this has hung.
 LIMIT_SECONDS = 48 * 3600

@@ -13,12 +13,12 @@ from pyinfra import host, logger
 from pyinfra.api.command import StringCommand
 from typing_extensions import override
 
-from rig import layout
+from rigctl.contract import layout
 
 Commands = Generator[StringCommand, None, None]
 
 PLAN_LOG = "KIMI_RIG_PLAN_LOG"
-"""Environment variable: file to which a dry run appends one JSON object a detail (rig/converge.py reads it)."""
+"""Environment variable: file to which a dry run appends one JSON object a detail (rig/cli/converge.py reads it)."""
 
 
 REFUSED = "refused: "
@@ -89,7 +89,7 @@ class Input:
 def script(*lines: str, content: bytes | None = None) -> StringCommand:
     """A remote sh script that stops at its first failing line; `content` arrives on its standard input in base64.
 
-    It outlives a killed deploy, so it holds a shared lock for which the next deploy waits (rig/operations/lock.py).
+    It outlives a killed deploy, so it holds a shared lock for which the next deploy waits (deploy_lock.py).
     A line that may start a daemon closes descriptor 8, or the daemon would hold the lock.
     """
     # sudo keeps the umask of the login (sudoers(5), umask), which is 077 on many a rented host.

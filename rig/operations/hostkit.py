@@ -13,11 +13,11 @@ from pathlib import Path
 from pyinfra import host
 from pyinfra.api import operation
 
-from rig import layout
-from rig.catalog import ROOT
+from rig.catalog.entries import ROOT
 from rig.facts.state import Lines
 from rig.operations import jobs
 from rig.operations.common import Commands, note, remember, script
+from rigctl.contract import layout
 
 SOURCE = ROOT / "files" / "hostkit"
 

@@ -6,9 +6,9 @@ from pyinfra import host
 from pyinfra.api import operation
 
 from rig.facts.servers import Servers
-from rig.hostplan import HostPlan
-from rig.neighbours import interruptions
 from rig.operations.common import Commands, notice
+from rig.plan.host_plan import HostPlan
+from rig.plan.neighbours import interruptions
 
 
 @operation()

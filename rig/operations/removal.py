@@ -8,11 +8,12 @@ from collections.abc import Iterable
 from pyinfra import host
 from pyinfra.api import operation
 
-from rig import layout, removal
 from rig.facts.created import CreatedThings, PackagesRemovedWith
 from rig.facts.state import Lines
-from rig.hostfiles import OUR_ARGUMENTS
+from rig.host.system_files import OUR_ARGUMENTS
 from rig.operations.common import Commands, note, notice, reached, script
+from rig.plan import removal
+from rigctl.contract import layout
 
 TRANSIENT = "'kimi-job-*' 'kimi-restart-*'"
 """Units that deploys start and no file lists: long jobs, and restarts that wait for an idle engine."""

@@ -10,10 +10,10 @@ from pathlib import PurePosixPath
 from pyinfra import host, logger
 from pyinfra.api import operation
 
-from rig import layout
 from rig.facts.state import InstalledPackages, Lines, PathStates, UnitProperties
 from rig.operations.common import Commands, note, notice, pending, refuse, remember, remember_packages, script
 from rig.operations.files import File, difference
+from rigctl.contract import layout
 
 
 @operation()

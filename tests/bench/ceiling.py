@@ -18,7 +18,7 @@ import requests
 
 from rigctl.bench.load import Generator
 from rigctl.bench.plan import Workload
-from rigctl.specification import Specification
+from rigctl.supervisor.specification import Specification
 from tests.unit.serving import specification as stand_in
 
 PORT = 18063

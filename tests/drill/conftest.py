@@ -21,14 +21,14 @@ from typing import Any
 
 import pytest
 
-from rig import layout
-from rig.catalog import ROOT, Checkpoint, Configuration, GeneratorSource, Listen, Release, Speculation
-from rig.hostplan import Environment, HostPlan, host_plan
+from rig.artifacts.units import unit_files
+from rig.catalog.entries import ROOT, Checkpoint, Configuration, GeneratorSource, Listen, Release, Speculation
+from rig.catalog.supervision import Supervision
+from rig.host.settings import HostSettings
 from rig.operations.hostkit import hostkit_path
+from rig.plan.host_plan import Environment, HostPlan, host_plan
 from rig.sandbox import Box
-from rig.settings import HostSettings
-from rig.supervision import Supervision
-from rig.units import unit_files
+from rigctl.contract import layout
 from tests.sandbox.conftest import DeployBox, bare_box, engine_port
 from tests.unit.serving import checkpoint, drafter
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from pyinfra import host
 
-from rig.catalog import ROOT
+from rig.catalog.entries import ROOT
 from rig.facts.host import GpuProcess, HostFacts, parse_host
-from rig.hostplan import HostData, HostPlan, plan_from_facts
-from rig.target import current_plan
+from rig.plan.current import current_plan
+from rig.plan.host_plan import HostData, HostPlan, plan_from_facts
 from tasks.base import base
 from tasks.host import host as host_stage
 from tests.unit.host_archetypes import bare

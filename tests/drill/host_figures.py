@@ -14,8 +14,8 @@ from pyinfra import host, logger
 
 from rig.facts.report import HostReport
 from rig.facts.state import Lines
-from rig.hostplan import questions
-from rig.target import _data, current_plan
+from rig.plan.current import _data, current_plan
+from rig.plan.host_plan import questions
 
 TIMES = 5
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rig.catalog import ROOT
+from rig.catalog.entries import ROOT
 from tests.sandbox.conftest import DeployBox
 
 PATIENCE_SECONDS = 900
@@ -32,7 +32,7 @@ class Point:
 
 def interrupt(box: DeployBox, point: Point, *arguments: str) -> int:
     """Begin a deploy (or `arguments`), interrupt it there; its exit code. Fails when the point was not reached."""
-    command = [sys.executable, "-m", *(arguments or ("rig.converge", "deploy", box.inventory))]
+    command = [sys.executable, "-m", *(arguments or ("rig.cli.converge", "deploy", box.inventory))]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rig.bench import ledger, report
 from rig.bench.sweeps import STATE
-from rig.catalog import ROOT
+from rig.catalog.entries import ROOT
+from rig.cli.bench import ledger, report
 from tests.drill.conftest import DrillBox
 
 NAME = "vllm-base"
@@ -67,7 +67,7 @@ class Bench:
 
     def start(self, sweep: str, name: str = NAME) -> subprocess.Popen[str]:
         """Begin to measure; standard output and error are one pipe."""
-        command = [sys.executable, "-m", "rig.bench", "run", self.inventory, "--sweep", sweep, "--configs", name]
+        command = [sys.executable, "-m", "rig.cli.bench", "run", self.inventory, "--sweep", sweep, "--configs", name]
         command += ["--ledger", str(self.home / sweep), "--out", str(self.home / f"{sweep}-report")]
         return subprocess.Popen(
             command, cwd=self.copy, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

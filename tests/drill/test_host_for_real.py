@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 
-from rig import hostfiles, layout
-from rig.catalog import ROOT
+from rig.catalog.entries import ROOT
 from rig.facts.report import HostReport
-from rig.hostplan import plan_from_facts, questions
+from rig.host import system_files
+from rig.plan.host_plan import plan_from_facts, questions
+from rigctl.contract import layout
 from tests.drill.apt_repository import Package, Repository, kernel_module
 from tests.drill.host_deploy import told
 from tests.host import conftest as verification
@@ -186,7 +187,7 @@ def test_a_bare_host_gets_its_driver_held_and_its_boot_arguments(with_grub: Host
     assert all("iommu" not in line for line in lines if " single" in line)
     assert with_grub.ssh("cat /etc/default/grub /etc/default/grub.d/50-cloudimg.cfg") == before
     inside = with_grub.ssh(f"lsinitramfs /boot/initrd.img-{KERNEL}")
-    assert hostfiles.MODPROBE.lstrip("/") in inside.split()
+    assert system_files.MODPROBE.lstrip("/") in inside.split()
     unit = with_grub.ssh("systemctl show kimi-acs.service -p ActiveState -p UnitFileState -p Result")
     assert set(unit.split()) == {"ActiveState=active", "UnitFileState=enabled", "Result=success"}
 
@@ -227,7 +228,7 @@ def test_what_was_edited_by_hand_is_found_and_repaired(with_grub: HostBox) -> No
     test_settings.test_host_files(target)
     with pytest.raises(AssertionError, match="staged, waits for a reboot"):
         test_settings.test_settings_are_live(target)
-    for path in (hostfiles.GRUB_DROP_IN, hostfiles.MODPROBE):
+    for path in (system_files.GRUB_DROP_IN, system_files.MODPROBE):
         with_grub.ssh(f"sed -i 's/off/on/; s/0x00/0x03/' {path}")
         with pytest.raises(AssertionError, match=f"{path}: content differs"):
             test_settings.test_host_files(with_grub.target())
@@ -242,8 +243,8 @@ def test_a_sysctl_that_was_changed_by_hand_is_found(with_grub: HostBox) -> None:
     chosen = {"sysctl.vm.swappiness": live}
     with_grub.converge(host_overrides=chosen)
     test_settings.test_host_files(with_grub.target(host_overrides=chosen))
-    with_grub.ssh(f"sed -i 's/= {live}/= 99/' {hostfiles.SYSCTL}")
-    with pytest.raises(AssertionError, match=f"{hostfiles.SYSCTL}: content differs"):
+    with_grub.ssh(f"sed -i 's/= {live}/= 99/' {system_files.SYSCTL}")
+    with pytest.raises(AssertionError, match=f"{system_files.SYSCTL}: content differs"):
         test_settings.test_host_files(with_grub.target(host_overrides=chosen))
     # The value of the running kernel: a box may not change it, so the wish is another one.
     with pytest.raises(AssertionError, match=r"'sysctl.vm.swappiness': 'to be applied'"):
@@ -292,7 +293,7 @@ def test_an_upgraded_library_restarts_others_and_not_our_units(with_grub: HostBo
 
 
 def test_an_uninstall_restores_boot_loader_modules_and_packages(with_grub: HostBox) -> None:
-    uninstall = with_grub.box.run("rig.uninstall", with_grub.box.inventory, "--yes")
+    uninstall = with_grub.box.run("rig.cli.uninstall", with_grub.box.inventory, "--yes")
     assert uninstall.returncode == 0, uninstall.stdout + uninstall.stderr
     lines = kernel_lines(with_grub.ssh("cat /boot/grub/grub.cfg"))
     assert lines and all("iommu" not in line and "pcie_" not in line for line in lines)
@@ -300,39 +301,39 @@ def test_an_uninstall_restores_boot_loader_modules_and_packages(with_grub: HostB
     assert with_grub.ssh("cat /etc/default/grub.d/50-cloudimg.cfg") == CLOUD
     assert "kimi-rig" not in with_grub.ssh(f"lsinitramfs /boot/initrd.img-{KERNEL}")
     for path in (
-        hostfiles.GRUB_DROP_IN,
-        hostfiles.MODPROBE,
-        hostfiles.SYSCTL,
-        hostfiles.TMPFILES,
-        hostfiles.ACS_SCRIPT,
+        system_files.GRUB_DROP_IN,
+        system_files.MODPROBE,
+        system_files.SYSCTL,
+        system_files.TMPFILES,
+        system_files.ACS_SCRIPT,
     ):
         assert with_grub.ssh(f"ls {path} 2>/dev/null || true") == "", path
     assert with_grub.ssh("systemctl show kimi-acs.service -p LoadState --value").strip() == "not-found"
     assert not any(with_grub.installed(one) for one in ("nvidia-open", "libnvidia-compute", "cuda-keyring", "pciutils"))
     assert with_grub.ssh("apt-mark showhold") == ""
-    assert with_grub.ssh(f"ls {hostfiles.NEEDRESTART} 2>/dev/null || true") == ""
+    assert with_grub.ssh(f"ls {system_files.NEEDRESTART} 2>/dev/null || true") == ""
 
 
 def test_systemd_boot_gets_our_tokens_and_gives_them_back(host_box: HostBox) -> None:
     host_box.ssh("rm -rf /boot/grub && mkdir -p /boot/loader/entries /boot/$(cat /etc/machine-id)")
-    host_box.write(hostfiles.KERNEL_CMDLINE, CMDLINE)
+    host_box.write(system_files.KERNEL_CMDLINE, CMDLINE)
     host_box.ssh(f"kernel-install add {KERNEL} /boot/vmlinuz-{KERNEL}")
     before = kernel_lines(host_box.ssh("cat /boot/loader/entries/*.conf"))
     host_box.converge()
-    assert host_box.ssh(f"cat {hostfiles.KERNEL_CMDLINE}") == f"{CMDLINE.strip()} {TOKENS}\n"
+    assert host_box.ssh(f"cat {system_files.KERNEL_CMDLINE}") == f"{CMDLINE.strip()} {TOKENS}\n"
     entries = kernel_lines(host_box.ssh("cat /boot/loader/entries/*.conf"))
     assert any(TOKENS in line and "crashkernel=512M" in line for line in entries), entries
     # The operator adds one of their own, and leaves one of ours alone.
-    host_box.ssh(f"sed -i 's/quiet/quiet nosplash/' {hostfiles.KERNEL_CMDLINE}")
+    host_box.ssh(f"sed -i 's/quiet/quiet nosplash/' {system_files.KERNEL_CMDLINE}")
     host_box.converge(host_overrides={"kernel_argument.pcie_aspm": None})
     wanted = f"{CMDLINE.strip()} {TOKENS}".replace("quiet", "quiet nosplash").replace(" pcie_aspm=off", "")
-    assert host_box.ssh(f"cat {hostfiles.KERNEL_CMDLINE}") == f"{wanted}\n"
-    host_box.ssh(f"sed -i 's/ amd_iommu=off//' {hostfiles.KERNEL_CMDLINE}")
-    with pytest.raises(AssertionError, match=f"{hostfiles.KERNEL_CMDLINE}: content differs"):
+    assert host_box.ssh(f"cat {system_files.KERNEL_CMDLINE}") == f"{wanted}\n"
+    host_box.ssh(f"sed -i 's/ amd_iommu=off//' {system_files.KERNEL_CMDLINE}")
+    with pytest.raises(AssertionError, match=f"{system_files.KERNEL_CMDLINE}: content differs"):
         test_settings.test_host_files(host_box.target())
     host_box.converge()
-    uninstall = host_box.box.run("rig.uninstall", host_box.box.inventory, "--yes")
+    uninstall = host_box.box.run("rig.cli.uninstall", host_box.box.inventory, "--yes")
     assert uninstall.returncode == 0, uninstall.stdout + uninstall.stderr
-    assert host_box.ssh(f"cat {hostfiles.KERNEL_CMDLINE}") == CMDLINE.replace("quiet", "quiet nosplash")
+    assert host_box.ssh(f"cat {system_files.KERNEL_CMDLINE}") == CMDLINE.replace("quiet", "quiet nosplash")
     after = kernel_lines(host_box.ssh("cat /boot/loader/entries/*.conf"))
     assert after == [line.replace("quiet", "quiet nosplash") for line in before]

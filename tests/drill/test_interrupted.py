@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rig import layout
+from rigctl.contract import layout
 from tests.drill.interruptions import Point, interrupt
 from tests.sandbox.conftest import DeployBox, bare_box
 

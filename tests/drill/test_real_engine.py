@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rig.layout import CONFIGURATIONS, UNITS
+from rigctl.contract.layout import CONFIGURATIONS, UNITS
 from tests.drill.conftest import HOME, SUPERVISOR, DrillBox, listens, memory_group
 
 NAME = "vllm-eagle3-custom"

@@ -12,10 +12,10 @@ import time
 
 import pytest
 
-from rig.engines import command_line
-from rig.hostplan import HostPlan
-from rig.layout import CREDENTIALS, UNITS
-from rig.units import run_specification
+from rig.artifacts.units import run_specification
+from rig.plan.command_lines import command_line
+from rig.plan.host_plan import HostPlan
+from rigctl.contract.layout import CREDENTIALS, UNITS
 from tests.drill.conftest import ENGINE, HOME, PORT, SUPERVISOR, WORKER, DrillBox, listens, memory_group, slower
 
 

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import yaml
 
-from rig.catalog import ROOT
-from rig.release_add import RELEASES
-from rigctl.environment import LOCK, SERIES
-from rigctl.installed import site_packages
+from rig.catalog.entries import ROOT
+from rig.maintain.release_add import RELEASES
+from rigctl.engines.environment import LOCK, SERIES
+from rigctl.engines.installed import site_packages
 
 RIGCTL = [sys.executable, "-c", "import sys; from rigctl.cli import main; sys.exit(main(sys.argv[1:]))"]
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rigctl import patches
-from rigctl.installed import interpreter, site_packages
-from rigctl.probe_engine import CONFIGS
+from rigctl.engines import patches
+from rigctl.engines.installed import interpreter, site_packages
+from rigctl.engines.probe_script import CONFIGS
 from tests.engines.conftest import PATCHES, Engines
 from tests.engines.forward import LAYERS, TOKENS
 

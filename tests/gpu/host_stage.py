@@ -26,14 +26,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "files/hostkit")]
 
-from rig.converge import inventory_hosts, pyinfra
+from rig.cli.converge import inventory_hosts, pyinfra
 from rig.facts.host import HostFacts, parse_host
-from rig.hostplan import plan_from_facts
-from rig.topology import decide
+from rig.host.topology import decide
+from rig.plan.host_plan import plan_from_facts
 from rigctl.cli import RigctlError
-from rigctl.leftovers import holders
-from rigctl.prechecks import gpus_free
-from rigctl.specification import Specification
+from rigctl.services.leftovers import holders
+from rigctl.supervisor.prechecks import gpus_free
+from rigctl.supervisor.specification import Specification
 from tests.unit.serving import limits, specification
 
 HOLD_MIB = 8192
@@ -127,7 +127,7 @@ def inventory(folder: Path, **data: Any) -> str:
 def read_facts() -> HostFacts:
     """This machine, read as a deploy reads it, without pyinfra in between."""
     options = json.dumps({"paths": ["/shared", "/data/eagle3", "/opt/kimi-rig/env"]})
-    return parse_host(run(sys.executable, str(ROOT / "rig/facts/host_facts.py"), options))
+    return parse_host(run(sys.executable, str(ROOT / "rig/facts/remote_script.py"), options))
 
 
 def record(report: Report) -> str:
@@ -144,7 +144,7 @@ def record(report: Report) -> str:
 
 def facts(report: Report) -> dict[str, Any]:
     options = json.dumps({"paths": ["/shared", "/data/eagle3", "/opt/kimi-rig/env"]})
-    document = run(sys.executable, str(ROOT / "rig/facts/host_facts.py"), options)
+    document = run(sys.executable, str(ROOT / "rig/facts/remote_script.py"), options)
     report.save("facts.json", document)
     found = parse_host(document)
     return {
@@ -160,7 +160,7 @@ def facts(report: Report) -> dict[str, Any]:
 
 def explain(report: Report, hosts: str) -> dict[str, Any]:
     """`make explain`, both forms: facts, policy and preflight through pyinfra's local connector."""
-    command = (sys.executable, "-m", "rig.explain_command", hosts)
+    command = (sys.executable, "-m", "rig.cli.explain", hosts)
     report.save("explain.txt", run(*command))
     document = run(*command, "--format", "json")
     report.save("explain.json", document)
@@ -178,7 +178,7 @@ def timings(hosts: str) -> dict[str, Any]:
     taken = []
     for _ in range(5):
         begin = time.monotonic()
-        run(sys.executable, "-m", "rig.explain_command", hosts)
+        run(sys.executable, "-m", "rig.cli.explain", hosts)
         taken.append(round(time.monotonic() - begin, 3))
     script = [read_facts().seconds for _ in range(5)]
     return {"explain": taken, "facts_script": script}

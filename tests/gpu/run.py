@@ -34,21 +34,21 @@ import requests
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "files/hostkit")]
 
-from rig import layout
+from rig.artifacts.units import unit_files
 from rig.bench import ledger, report
 from rig.bench.analysis import point
 from rig.bench.collect import to_result
 from rig.bench.sweeps import find_sweep, generator_path, host_sweep
 from rig.bench.variants import derive
-from rig.catalog import Configuration, Listen
-from rig.converge import pyinfra
-from rig.hostplan import HostPlan, plan_from_facts
-from rig.operations.bench import generator_environment
-from rig.supervision import Supervision
-from rig.units import unit_files
-from rigctl.client import Engine, Speculation
-from rigctl.progress import gpu_memory, nvidia_smi
-from rigctl.specification import named, read_json
+from rig.catalog.entries import Configuration, Listen
+from rig.catalog.supervision import Supervision
+from rig.cli.converge import pyinfra
+from rig.operations.benchmark import generator_environment
+from rig.plan.host_plan import HostPlan, plan_from_facts
+from rigctl.contract import layout
+from rigctl.supervisor.activity import gpu_memory, nvidia_smi
+from rigctl.supervisor.engine_client import Engine, Speculation
+from rigctl.supervisor.specification import named, read_json
 from rigctl.tiny_kimi.automaton import CHAT, CONTENT
 from rigctl.tiny_kimi.prediction import predict_counters
 from tests.gpu import standin_systemd as units

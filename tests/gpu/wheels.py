@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rig.bench.sweeps import LOCK
-from rig.catalog import ROOT, load_catalog
+from rig.catalog.entries import ROOT, load_catalog
 from tests.gpu.fatbin import trimmed_wheel
 
 sys.path.append(str(ROOT / "files/hostkit"))
-from rigctl.drift import read_lock  # the path comes first
+from rigctl.engines.drift import read_lock  # the path comes first
 
 # Comes with the machine's torch. `torch` itself becomes a wheel that points there.
 GIVEN = {

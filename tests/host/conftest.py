@@ -15,13 +15,13 @@ import pytest
 import testinfra
 from testinfra.host import Host
 
-from rig import layout
-from rig.catalog import check_all
-from rig.converge import RunFailed, asked_hosts, inventory_hosts
+from rig.artifacts.rollback_states import rolled_back, state_file, state_of
+from rig.catalog.entries import check_all
+from rig.catalog.yaml_source import CatalogError
+from rig.cli.converge import RunFailed, asked_hosts, inventory_hosts
 from rig.facts.report import HostReport
-from rig.hostplan import HostPlan, plan_from_facts, questions
-from rig.states import rolled_back, state_file, state_of
-from rig.yaml_source import CatalogError
+from rig.plan.host_plan import HostPlan, plan_from_facts, questions
+from rigctl.contract import layout
 
 _NOT_ENFORCED = pytest.StashKey[dict[str, list[str]]]()
 _REMARKS = pytest.StashKey[list[str]]()
@@ -40,7 +40,7 @@ class Target:
     host: Host
     plan: HostPlan
     present: dict[str, Any]
-    """Which state is in place (rig/states.py)."""
+    """Which state is in place (rig/artifacts/rollback_states.py)."""
     state: dict[str, Any]
     """What it shall be: the plan's state, or the recorded one that a rollback put in place."""
 

@@ -9,20 +9,20 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from rig import layout
-from rig.catalog import ROOT, GeneratorSource
-from rig.checkpoint_specs import checkpoint_files
-from rig.hostfiles import POWER_UNIT
-from rig.kernels import kernel_files, kernels
+from rig.artifacts.checkpoint_orders import checkpoint_files
+from rig.artifacts.kernel_orders import kernel_files, kernels
+from rig.artifacts.receipt import receipt_items
+from rig.artifacts.rollback_states import of_state, rollback_text, rolled_back
+from rig.artifacts.units import conflicts, pairs
+from rig.catalog.entries import ROOT, GeneratorSource
+from rig.host.settings import ACS_UNIT
+from rig.host.system_files import POWER_UNIT
 from rig.operations.files import Directory, File, Link
 from rig.operations.hostkit import SOURCE, hostkit_path
-from rig.receipt import receipt_items
-from rig.settings import ACS_UNIT
-from rig.states import of_state, rollback_text, rolled_back
-from rig.units import conflicts, pairs
-from rigctl.drift import KERNEL_RECORD, read_lock
-from rigctl.environment import LOCK, SERIES
-from rigctl.installed import normalised
+from rigctl.contract import layout
+from rigctl.engines.drift import KERNEL_RECORD, read_lock
+from rigctl.engines.environment import LOCK, SERIES
+from rigctl.engines.installed import normalised
 from rigctl.tiny_kimi.checkpoints import checkpoint_files as generated
 from tasks.base import base_paths
 from tasks.engines import engine_inputs

@@ -6,11 +6,11 @@ import shlex
 
 import pytest
 
-from rig.catalog import ROOT
-from rig.hostfiles import host_files
-from rig.live import Standing, standing
-from rig.preflight import Severity
-from rig.units import engine_environment
+from rig.artifacts.units import engine_environment
+from rig.catalog.entries import ROOT
+from rig.host.live_settings import Standing, standing
+from rig.host.preflight import Severity
+from rig.host.system_files import host_files
 from tasks.host import entries, findings, running_configurations
 from tests.host.conftest import Target
 from tests.host.test_host import differences

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from rig.catalog import ROOT, load_catalog
-from rigctl.drift import read_lock
+from rig.catalog.entries import ROOT, load_catalog
+from rigctl.engines.drift import read_lock
 from rigctl.kernel import build, toolchain
 from rigctl.kernel import spec as specs
 from tests.unit.wheelhouse import lock_text, wheel

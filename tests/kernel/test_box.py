@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rig import layout
-from rig.catalog import INVENTORY, ROOT
+from rig.catalog.entries import INVENTORY, ROOT
+from rigctl.contract import layout
 from tests.kernel.conftest import HERE, OTHERS
 from tests.sandbox.conftest import DeployBox
 
@@ -81,7 +81,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelBox]:
 
 def test_a_build_that_was_killed_is_finished_by_the_next_deploy(box: KernelBox) -> None:
     """The first deploy's build ends at half (the whole unit is killed); the second goes on with its objects."""
-    command = [sys.executable, "-m", "rig.converge", "deploy", box.inventory]
+    command = [sys.executable, "-m", "rig.cli.converge", "deploy", box.inventory]
     first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     end = time.monotonic() + 900
     script = f"journalctl -q -o cat -u '{JOB}' | grep -q '^\\[3/6\\]' && sleep 0.5"
@@ -141,12 +141,12 @@ def test_another_flag_is_another_wheel_and_the_first_comes_back_from_the_store(b
 def test_a_rollback_returns_to_the_kernel_of_that_deploy(box: KernelBox) -> None:
     """All of the latest deploys have the same environment: only the library in it was another."""
     first = box.receipt()["digest"]
-    back = box.run("rig.rollback", box.inventory)
+    back = box.run("rig.cli.rollback", box.inventory)
     assert back.returncode == 0, back.stdout + back.stderr
     assert box.receipt()["digest"] != first and box.state()["state"] == "installed"
     refused = box.deploy()
     assert refused.returncode == 1 and "rolled back" in refused.stderr
-    assert box.run("rig.rollback", box.inventory, "--to", states(box)[0]).returncode == 0
+    assert box.run("rig.cli.rollback", box.inventory, "--to", states(box)[0]).returncode == 0
     assert box.receipt()["digest"] == first and box.plan().returncode == 0
 
 
@@ -165,7 +165,7 @@ def test_what_was_put_over_it_is_told_and_repaired(box: KernelBox) -> None:
 
 
 def test_uninstall_takes_it_all_away(box: KernelBox) -> None:
-    done = box.run("rig.uninstall", box.inventory, "--yes")
+    done = box.run("rig.cli.uninstall", box.inventory, "--yes")
     assert done.returncode == 0, done.stdout + done.stderr
     left = box.ssh(
         f"ls -d {layout.KERNELS} /opt/kimi-rig/env/kernels /opt/kimi-rig/env/toolchain 2>/dev/null", check=False

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rigctl.cli import RigctlError
-from rigctl.installed import distributions, site_packages
+from rigctl.engines.installed import distributions, site_packages
 from rigctl.kernel import store, toolchain
 from tests.kernel.conftest import Bench
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from rig.catalog import ROOT
-from rigctl import drift
-from rigctl.installed import distributions, site_packages
+from rig.catalog.entries import ROOT
+from rigctl.engines import drift
+from rigctl.engines.installed import distributions, site_packages
 from tests.kernel.conftest import UV, Bench, kill_tree, run, until
 
 BUILD = """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rig.catalog import ROOT
+from rig.catalog.entries import ROOT
 from rig.sandbox import Box
 
 
@@ -42,10 +42,10 @@ class DeployBox:
         )
 
     def deploy(self, *options: str) -> subprocess.CompletedProcess[str]:
-        return self.run("rig.converge", "deploy", self.inventory, *options)
+        return self.run("rig.cli.converge", "deploy", self.inventory, *options)
 
     def plan(self, *options: str) -> subprocess.CompletedProcess[str]:
-        return self.run("rig.converge", "plan", self.inventory, *options)
+        return self.run("rig.cli.converge", "plan", self.inventory, *options)
 
     def verify(self) -> subprocess.CompletedProcess[str]:
         return self.run("pytest", "-q", "-p", "no:cacheprovider", "tests/host", "--inventory", self.inventory)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from rig import layout
-from rig.catalog import ROOT
+from rig.catalog.entries import ROOT
+from rigctl.contract import layout
 from rigctl.tiny_kimi.automaton import CONTENT
 from tests.sandbox.conftest import DeployBox
 
@@ -70,7 +70,7 @@ def pyinfra(box: DeployBox, *options: str) -> dict[str, Any]:
 def box(bare_box: DeployBox, engine_port: None) -> DeployBox:
     """The box after a deploy that was killed twice on its way."""
     for seconds in (6, 25):
-        command = [sys.executable, "-m", "rig.converge", "deploy", "inventory/sandbox.py"]
+        command = [sys.executable, "-m", "rig.cli.converge", "deploy", "inventory/sandbox.py"]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
         time.sleep(seconds)
         os.killpg(process.pid, signal.SIGKILL)
@@ -187,7 +187,9 @@ def test_one_deploy_at_a_time(box: DeployBox) -> None:
     box.ssh(f"rm -f /usr/local/bin/rigctl; mv {query} {query}.real")
     box.ssh(f"printf '#!/bin/sh\\nsleep 4\\nexec {query}.real \"$@\"\\n' > {query}; chmod +x {query}")
     first = subprocess.Popen(
-        [sys.executable, "-m", "rig.converge", "deploy", "inventory/sandbox.py"], cwd=ROOT, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "rig.cli.converge", "deploy", "inventory/sandbox.py"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
     )
     try:
         time.sleep(3)

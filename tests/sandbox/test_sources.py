@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rig.catalog import ROOT, load_catalog
+from rig.catalog.entries import ROOT, load_catalog
 from tests.sandbox.conftest import DeployBox
 from tests.staging.hubserver import COMMIT, REPOSITORY, Hub
 

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rig.catalog import ROOT  # also makes rigctl importable
+from rig.catalog.entries import ROOT  # also makes rigctl importable
 from rigctl.checkpoints import record as records
 from rigctl.checkpoints import staging
 from rigctl.checkpoints.manifest import Entry, Manifest

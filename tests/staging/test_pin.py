@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rig import checkpoint_specs, pin
-from rig.catalog import INVENTORY, HubSource, load_catalog
+from rig.artifacts import checkpoint_orders
+from rig.catalog.entries import INVENTORY, HubSource, load_catalog
+from rig.maintain import pin
 from rigctl.checkpoints import manifest as manifests
 from tests.staging.conftest import Bench, hub_source
 from tests.staging.hubserver import COMMIT, REPOSITORY, Hub
@@ -52,7 +53,7 @@ def inventory(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path
     (root / "checkpoints.yaml").write_text(KNOWN.replace("ENDPOINT", hub.address))
     monkeypatch.setattr(pin, "CATALOGUE", root / "checkpoints.yaml")
     monkeypatch.setattr(pin, "load_catalog", _Fresh(root))
-    monkeypatch.setattr(checkpoint_specs, "INVENTORY", root)
+    monkeypatch.setattr(checkpoint_orders, "INVENTORY", root)
     return root
 
 

@@ -17,7 +17,7 @@ ROW = re.compile(r"^\| `(?P<message>[^`]+)` \| (?P<cause>[^|]+) \| (?P<cure>[^|]
 
 
 def messages() -> dict[str, str]:
-    """Message -> the place it is raised at ("rig/converge.py:101")."""
+    """Message -> the place it is raised at ("rig/cli/converge.py:101")."""
     found: dict[str, str] = {}
     for folder in SOURCES:
         for path in sorted((ROOT / folder).rglob("*.py")):

@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rig.catalog import ROOT
-from rig.supervision import Supervision
+from rig.catalog.entries import ROOT
+from rig.catalog.supervision import Supervision
 from rigctl.checkpoints import record
 from rigctl.checkpoints.verify import manifest_of
-from rigctl.specification import Limits, Specification
+from rigctl.supervisor.specification import Limits, Specification
 
 STANDIN = ROOT / "tests" / "standin.py"
 

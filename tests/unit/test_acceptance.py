@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from rigctl import prechecks
-from rigctl.acceptance import NotAccepted, accept
 from rigctl.cli import RigctlError
-from rigctl.client import Engine
+from rigctl.supervisor import prechecks
+from rigctl.supervisor.engine_client import Engine
+from rigctl.supervisor.readiness import NotAccepted, accept
 from tests.standin import Handler, State
 from tests.unit.serving import checkpoint, drafter, proved, specification
 
@@ -147,7 +147,11 @@ def test_a_check_can_be_registered(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         prechecks,
         "REGISTERED",
-        {"there": "rigctl.prechecks", "not there": "rigctl.nothing", "named": "rigctl.prechecks:disk"},
+        {
+            "there": "rigctl.supervisor.prechecks",
+            "not there": "rigctl.nothing",
+            "named": "rigctl.supervisor.prechecks:disk",
+        },
     )
     monkeypatch.setattr(prechecks, "precheck", lambda _: "held", raising=False)
     found = prechecks.checks()

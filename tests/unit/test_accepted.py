@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from pyinfra.api.exceptions import PyinfraError
 
-from rig import layout
-from rig.operations import engines
+from rig.operations import engine_environments
 from rig.operations.common import PLAN_LOG
+from rigctl.contract import layout
 from tests.unit.test_engines_and_units import gpu_plan
 from tests.unit.test_operations import apply, state_directory
 
@@ -40,13 +40,13 @@ def test_asked_once_and_an_unread_variable_is_told_each_time(
     rigctl: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     told = "SGLANG_SPEC_V3 of sglang-base is read nowhere in sglang-0.5.9: mistyped, or of another version"
-    assert apply(engines.accepted, **ASKED)
+    assert apply(engine_environments.accepted, **ASKED)
     assert told in caplog.text
     caplog.clear()
     log = rigctl / "log"
     log.touch()
     monkeypatch.setenv(PLAN_LOG, str(log))
-    assert not apply(engines.accepted, **ASKED)
+    assert not apply(engine_environments.accepted, **ASKED)
     assert told in caplog.text
     assert told in [json.loads(line).get("notice") for line in log.read_text().splitlines()]
     assert (rigctl / "calls").read_text() == "called\n"
@@ -56,10 +56,10 @@ def test_a_refusal_fails_the_deploy_and_is_asked_again(rigctl: Path) -> None:
     (rigctl / "code").write_text("1")
     for calls in (1, 2):
         with pytest.raises(PyinfraError):
-            apply(engines.accepted, **ASKED)
+            apply(engine_environments.accepted, **ASKED)
         assert (rigctl / "calls").read_text() == "called\n" * calls
     (rigctl / "code").write_text("0")
-    assert apply(engines.accepted, **ASKED)
+    assert apply(engine_environments.accepted, **ASKED)
     assert not list((rigctl / "proofs").glob("*.new"))
 
 
@@ -67,11 +67,11 @@ def test_drift_ends_the_deploy_and_is_named(rigctl: Path) -> None:
     built = replace(ENV, path=str(rigctl / "env"))
     absent = replace(ENV, name="vllm-0", path=str(rigctl / "absent"))
     (rigctl / "answer").write_text("drift: file: sglang/x.py: changed since it was proved\nnote: nccl: y: z\n")
-    assert not apply(engines.undrifted, environments=[built, absent])
+    assert not apply(engine_environments.undrifted, environments=[built, absent])
     (rigctl / "env").mkdir()
     (rigctl / "env/kimi-rig.json").write_text("{}")
     with pytest.raises(PyinfraError):
-        apply(engines.undrifted, environments=[built, absent])
+        apply(engine_environments.undrifted, environments=[built, absent])
     assert (rigctl / "calls").read_text() == "called\n" * 2, "at the plan and at the deploy, for the one that is there"
     (rigctl / "answer").write_text("note: nccl: y: z\n")
-    assert not apply(engines.undrifted, environments=[built, absent])
+    assert not apply(engine_environments.undrifted, environments=[built, absent])

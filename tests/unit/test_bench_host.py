@@ -21,8 +21,8 @@ from rigctl.bench.profile import ProfileFailed, shares
 from rigctl.bench.prompts import requests_of
 from rigctl.checkpoints import overlay
 from rigctl.cli import RigctlError
-from rigctl.client import Engine
-from rigctl.specification import Specification
+from rigctl.supervisor.engine_client import Engine
+from rigctl.supervisor.specification import Specification
 from tests.unit.serving import specification as stand_in
 
 WORKLOAD: dict[str, Any] = {

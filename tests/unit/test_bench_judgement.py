@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rig.bench.acceptance import DEFINITIONS, Drafting, own_rate_definition, proper_rate, step_cost
+from rig.bench.acceptance_units import DEFINITIONS, Drafting, own_rate_definition, proper_rate, step_cost
 from rig.bench.analysis import crossover, judge_reference, newest, recommend
 from rig.bench.diagnosis import Evidence, diagnose, layer_candidates
 from rig.bench.fairness import check_result, is_noise, spread, two_modes, warm_speeds

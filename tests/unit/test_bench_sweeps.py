@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
+from rig.artifacts.units import run_specification, unit_file
 from rig.bench import ledger
 from rig.bench.collect import served_as, to_result
 from rig.bench.sweeps import Sweep, find_sweep, host_sweep, load_sweeps, prompt_texts, workloads_of
 from rig.bench.variants import derive
-from rig.hostplan import HostPlan, host_plan
-from rig.operations.bench import generator_environment
-from rig.settings import HostSettings
-from rig.units import run_specification, unit_file
-from rig.yaml_source import CatalogError
-from rigctl.environment import Specification
+from rig.catalog.yaml_source import CatalogError
+from rig.host.settings import HostSettings
+from rig.operations.benchmark import generator_environment
+from rig.plan.host_plan import HostPlan, host_plan
+from rigctl.engines.environment import Specification
 
 DATA = {
     "ml_env": "/opt/env",

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from rig.catalog import INVENTORY, ROOT, Listen, check_all, load_catalog
-from rig.hostplan import host_plan, questions
-from rig.settings import HostSettings
-from rig.yaml_source import CatalogError, load
+from rig.catalog.entries import INVENTORY, ROOT, Listen, check_all, load_catalog
+from rig.catalog.yaml_source import CatalogError, load
+from rig.host.settings import HostSettings
+from rig.plan.host_plan import host_plan, questions
 
 FEBRUARY = {
     f"{engine}-{kind}" for engine in ("vllm", "sglang") for kind in ("base", "eagle3-aq-medai", "eagle3-custom")
@@ -289,9 +289,9 @@ def test_every_command_ends_before_any_host_is_touched(tmp_path: Path, command: 
     arguments = {
         "pyinfra": ["-m", "pyinfra", "inventory/nowhere.py", "deploy.py", "-y"],
         "verify": ["-m", "pytest", "-q", "tests/host", "--inventory", "inventory/nowhere.py"],
-        "status": ["-m", "rig.status", "inventory/nowhere.py"],
-        "explain": ["-m", "rig.explain_command", "inventory/nowhere.py"],
-    }.get(command, ["-m", "rig.converge", command, "inventory/nowhere.py"])
+        "status": ["-m", "rig.cli.status", "inventory/nowhere.py"],
+        "explain": ["-m", "rig.cli.explain", "inventory/nowhere.py"],
+    }.get(command, ["-m", "rig.cli.converge", command, "inventory/nowhere.py"])
     result = subprocess.run(
         [sys.executable, *arguments], cwd=repository, capture_output=True, text=True, check=False, timeout=30
     )

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from rig import checkpoint_specs
-from rig.catalog import Checkpoint, load_catalog
-from rig.drafters import drafters_json, drafters_text
-from rig.hostplan import HostPlan
-from rig.tour import INVENTORY, inventory_hosts, recorded_plan
-from rig.units import pairs, run_specification
-from rig.yaml_source import CatalogError
+from rig.artifacts import checkpoint_orders
+from rig.artifacts.units import pairs, run_specification
+from rig.catalog.entries import Checkpoint, load_catalog
+from rig.catalog.yaml_source import CatalogError
+from rig.cli.tour import INVENTORY, inventory_hosts, recorded_plan
+from rig.plan.drafter_layers import drafters_json, drafters_text
+from rig.plan.host_plan import HostPlan
 from rigctl.checkpoints import spec
 
 COMMIT = "0123456789" * 4
@@ -46,7 +46,7 @@ def with_source(host: HostPlan, source: dict[str, Any], **more: Any) -> HostPlan
     ],
 )
 def test_every_kind_is_what_rigctl_takes(host: HostPlan, source: dict[str, Any], kind: str) -> None:
-    content = checkpoint_specs.specification(with_source(host, source), "x")
+    content = checkpoint_orders.specification(with_source(host, source), "x")
     parsed = spec.parse(json.loads(json.dumps(content)), "x")
     assert parsed.source.type == kind and parsed.destination == "/shared/x"
     assert list(parsed.exclude) == source.get("exclude", [])
@@ -55,18 +55,18 @@ def test_every_kind_is_what_rigctl_takes(host: HostPlan, source: dict[str, Any],
 
 
 def test_the_keys_of_a_source_arrive(host: HostPlan) -> None:
-    rsync = checkpoint_specs.specification(with_source(host, RSYNC, bandwidth_limit=1000), "x")
+    rsync = checkpoint_orders.specification(with_source(host, RSYNC, bandwidth_limit=1000), "x")
     assert rsync["bandwidth_limit"] == 1000
     assert rsync["source"]["identity"] == {"file": "/root/.ssh/models"} and rsync["source"]["user"] == "root"
-    hub = checkpoint_specs.specification(with_source(host, {**HUB, "mirror": "https://mirror.example.com/"}), "x")
+    hub = checkpoint_orders.specification(with_source(host, {**HUB, "mirror": "https://mirror.example.com/"}), "x")
     assert hub["source"]["mirror"] == "https://mirror.example.com" and hub["source"]["revision"] == COMMIT
 
 
 @pytest.mark.parametrize("source", [{"kind": "directory"}, {"kind": "hub", "repository": "lab/tiny"}])
 def test_what_has_nothing_to_compare_with_is_only_adopted(host: HostPlan, source: dict[str, Any]) -> None:
     plan = with_source(host, source)
-    assert checkpoint_specs.adopted_as_it_is(plan.checkpoints["x"])
-    assert checkpoint_specs.specification(plan, "x")["source"] == {"type": "local", "path": "/shared/x"}
+    assert checkpoint_orders.adopted_as_it_is(plan.checkpoints["x"])
+    assert checkpoint_orders.specification(plan, "x")["source"] == {"type": "local", "path": "/shared/x"}
 
 
 @pytest.mark.parametrize(
@@ -98,25 +98,25 @@ def test_a_wrong_source_is_named_with_its_key(tmp_path: Path, source: dict[str, 
 def test_a_manifest_counts_for_the_revision_it_is_of(
     host: HostPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_specs, "INVENTORY", tmp_path)
+    monkeypatch.setattr(checkpoint_orders, "INVENTORY", tmp_path)
     (tmp_path / "manifests").mkdir()
     plan = with_source(host, HUB)
-    assert "manifest" not in checkpoint_specs.specification(plan, "x")
+    assert "manifest" not in checkpoint_orders.specification(plan, "x")
     files = [{"path": "config.json", "size": 2, "sha256": "1" * 64}]
     content = {"format": 1, "source": "hub:lab/tiny", "revision": COMMIT, "files": files}
     (tmp_path / "manifests" / "x.json").write_text(json.dumps(content))
-    assert checkpoint_specs.specification(plan, "x")["manifest"] == "/etc/kimi-rig/manifests/x.json"
-    assert checkpoint_specs.wanted_identity("x", plan.checkpoints["x"]) is None  # its revision says it
+    assert checkpoint_orders.specification(plan, "x")["manifest"] == "/etc/kimi-rig/manifests/x.json"
+    assert checkpoint_orders.wanted_identity("x", plan.checkpoints["x"]) is None  # its revision says it
     web = with_source(host, {"kind": "http", "url": "http://files.example.com"})
-    assert checkpoint_specs.wanted_identity("x", web.checkpoints["x"])
-    assert set(checkpoint_specs.checkpoint_files(plan)) == {
+    assert checkpoint_orders.wanted_identity("x", web.checkpoints["x"])
+    assert set(checkpoint_orders.checkpoint_files(plan)) == {
         "/etc/kimi-rig/manifests/x.json",
         "/etc/kimi-rig/checkpoints/x.json",
     }
     for other in ({"kind": "directory"}, {**HUB, "revision": "f" * 40}, {"kind": "generator", "generator": "target"}):
         elsewhere = with_source(host, other)
-        assert "manifest" not in checkpoint_specs.specification(elsewhere, "x")
-        assert checkpoint_specs.wanted_identity("x", elsewhere.checkpoints["x"]) is None
+        assert "manifest" not in checkpoint_orders.specification(elsewhere, "x")
+        assert checkpoint_orders.wanted_identity("x", elsewhere.checkpoints["x"]) is None
 
 
 def trained(host: HostPlan, **training: Any) -> HostPlan:

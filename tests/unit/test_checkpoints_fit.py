@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rigctl.checkpoints import fit, overlay
-from rigctl.checkpoints.engines import KEY, Engine, default_ids, trained_input_ids
+from rigctl.checkpoints.eagle3_conventions import KEY, Engine, default_ids, trained_input_ids
 from rigctl.checkpoints.fit import Training
 from rigctl.cli import RigctlError, main
 

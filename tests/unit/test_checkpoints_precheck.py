@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rigctl.checkpoints import overlay, precheck
-from rigctl.checkpoints.engines import KEY
+from rigctl.checkpoints.eagle3_conventions import KEY
 from rigctl.cli import RigctlError, main
-from rigctl.specification import Specification
+from rigctl.supervisor.specification import Specification
 from tests.unit.serving import checkpoint, drafter, fields, proved, specification
 
 

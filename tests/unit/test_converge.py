@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from rig.catalog import ROOT
-from rig.command_line import USAGE
-from rig.converge import CONVERGED, FAILED, REBOOT_PENDING, WOULD_CHANGE, Change, Plan, asked_hosts
+from rig.catalog.entries import ROOT
+from rig.cli.arguments import USAGE
+from rig.cli.converge import CONVERGED, FAILED, REBOOT_PENDING, WOULD_CHANGE, Change, Plan, asked_hosts
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ GPU_DATA = ["--pyinfra=--group-data", f"--pyinfra={ROOT}/inventory/group_data"]
 
 
 def wrapper(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rig.converge", *arguments]
+    command = [sys.executable, "-m", "rig.cli.converge", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout)
 
 
@@ -75,7 +75,7 @@ def test_one_of_two_hosts_refuses_the_connection(verb: str, tmp_path: Path) -> N
 
 
 def test_a_sandbox_that_is_not_made(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rig.converge", "plan", "inventory/sandbox.py"]
+    command = [sys.executable, "-m", "rig.cli.converge", "plan", "inventory/sandbox.py"]
     environment = {**os.environ, "KIMI_RIG_SANDBOX_DIR": str(tmp_path / "nothing")}
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment, timeout=60)
     assert result.returncode == FAILED
@@ -179,7 +179,7 @@ def test_a_deploy_that_changes_nothing_for_good_is_no_success(tmp_path: Path) ->
 
 def test_an_interrupt_is_a_failure(tmp_path: Path) -> None:
     slow = ("@fake/one", {**fake("one")[1], "fake_delay": 3})
-    command = [sys.executable, "-m", "rig.converge", "deploy", inventory(tmp_path, slow), *GPU_DATA]
+    command = [sys.executable, "-m", "rig.cli.converge", "deploy", inventory(tmp_path, slow), *GPU_DATA]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     time.sleep(4)
     os.killpg(process.pid, signal.SIGINT)
@@ -191,7 +191,7 @@ def test_an_interrupt_is_a_failure(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
 def test_a_killed_wrapper_leaves_nothing_at_work(tmp_path: Path) -> None:
     slow = ("@fake/one", {**fake("one")[1], "fake_delay": 30})
-    command = [sys.executable, "-m", "rig.converge", "deploy", inventory(tmp_path, slow), *GPU_DATA]
+    command = [sys.executable, "-m", "rig.cli.converge", "deploy", inventory(tmp_path, slow), *GPU_DATA]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     for line in process.stdout:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rigctl import cli, drift, patches
+from rigctl import cli
 from rigctl.cli import RigctlError
+from rigctl.engines import drift, patches
 from tests.unit.wheelhouse import install
 
 SERIES = """What: x

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from rig.catalog import load_catalog
-from rig.driver import Action, driver_step, minimum_driver
+from rig.catalog.entries import load_catalog
 from rig.facts.host import Driver, HostFacts
+from rig.host.nvidia_driver import Action, driver_step, minimum_driver
 from tests.unit import host_archetypes as hosts
 
 SOUND = hosts.TURIN_DIRECT

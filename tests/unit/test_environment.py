@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from rigctl import drift
-from rigctl.environment import LOCK, SERIES, STAMP
+from rigctl.engines import drift
+from rigctl.engines.environment import LOCK, SERIES, STAMP
 from tests.unit.wheelhouse import lock_text, wheel
 
 pytestmark = pytest.mark.slow  # each test makes environments
@@ -193,7 +193,7 @@ def test_a_disk_that_is_full_in_the_middle_of_an_install(host: Host, small_disk:
 
 
 def test_a_disk_that_is_full_at_the_last_file(host: Host) -> None:
-    full = RIGCTL.replace("import sys;", "import sys; from rigctl import environment as e; e._stamp = stamp;")
+    full = RIGCTL.replace("import sys;", "import sys; from rigctl.engines import environment as e; e._stamp = stamp;")
     full = 'def stamp(*_): raise OSError(28, "No space left on device", "kimi-rig.json")\n' + full
     refused(host, host.build("new", code=full), "kimi-rig.json: No space left on device")
 
@@ -222,8 +222,8 @@ def test_killed_in_the_middle_of_the_install(host: Host) -> None:
 
 
 # The process dies right after the first of two files has been replaced, and right before the stamp is in place.
-IN_PATCHING = "from rigctl import patches; patches._sync_directory = lambda path: os.kill(os.getpid(), 9)"
-BEFORE_STAMP = "from rigctl import environment; environment.os.sync = lambda: os.kill(os.getpid(), 9)"
+IN_PATCHING = "from rigctl.engines import patches; patches._sync_directory = lambda path: os.kill(os.getpid(), 9)"
+BEFORE_STAMP = "from rigctl.engines import environment; environment.os.sync = lambda: os.kill(os.getpid(), 9)"
 
 
 @pytest.mark.parametrize("point", [IN_PATCHING, BEFORE_STAMP], ids=["patching", "stamp"])

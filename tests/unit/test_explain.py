@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from rig.explain import explain_json, explain_text
 from rig.facts.host import Bridge, Driver, HostFacts, Unit
-from rig.live import Standing, reboot_pending, same, standing
-from rig.settings import ACS_UNIT, PERSISTENCE_UNIT
-from rig.topology import FORCE_P2P, decide
+from rig.host.explanation import explain_json, explain_text
+from rig.host.live_settings import Standing, reboot_pending, same, standing
+from rig.host.settings import ACS_UNIT, PERSISTENCE_UNIT
+from rig.host.topology import FORCE_P2P, decide
 from tests.unit import host_archetypes as hosts
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from rig.catalog import ROOT
-from rig.hostplan import host_plan
-from rig.layout import UNITS
-from rig.settings import settings_from_gpus
-from rig.supervision import Supervision
-from rig.units import unit_files
+from rig.artifacts.units import unit_files
+from rig.catalog.entries import ROOT
+from rig.catalog.supervision import Supervision
+from rig.host.settings import settings_from_gpus
+from rig.plan.host_plan import host_plan
+from rigctl.contract.layout import UNITS
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rig.units import systemd_assignment, systemd_quote
-from rigctl.drift import read_lock
+from rig.artifacts.units import systemd_assignment, systemd_quote
+from rigctl.engines.drift import read_lock
 from tests.gpu import fatbin, run, standin_systemd, wheels
 
 

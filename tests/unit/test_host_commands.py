@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from rigctl import doctor, leftovers, status, switching
-from rigctl import specification as specifications
 from rigctl.cli import main
-from rigctl.ended import boot_id, failures, record
-from rigctl.specification import Specification, named
+from rigctl.services import doctor, leftovers, status, switching
+from rigctl.supervisor import specification as specifications
+from rigctl.supervisor.ended import boot_id, failures, record
+from rigctl.supervisor.specification import Specification, named
 from tests.unit.serving import fields
 
 

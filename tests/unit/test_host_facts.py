@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rig.facts import host_facts
+from rig.facts import remote_script
 from rig.facts.host import (
     FactsError,
     Gpu,
@@ -27,7 +27,7 @@ from rig.facts.host import (
     parse_units,
     relations_by_path,
 )
-from rig.topology import decide
+from rig.host.topology import decide
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "host"
 H200 = FIXTURES / "h200"
@@ -222,12 +222,12 @@ def config_space(control: int) -> bytes:
 
 def test_acs_control_word_from_configuration_space() -> None:
     # 001dh: what the bridges of NVIDIA/nccl#2079 held when their host dead-locked.
-    assert host_facts.acs(config_space(0x001D)) == [0x1F, 0x1D]
-    assert host_facts.acs(bytes(4096)) is None
-    assert host_facts.acs(bytes(256)) is None
+    assert remote_script.acs(config_space(0x001D)) == [0x1F, 0x1D]
+    assert remote_script.acs(bytes(4096)) is None
+    assert remote_script.acs(bytes(256)) is None
     loop = bytearray(4096)
     loop[0x100:0x104] = (0x0001 | 1 << 16 | 0x100 << 20).to_bytes(4, "little")
-    assert host_facts.acs(bytes(loop)) is None
+    assert remote_script.acs(bytes(loop)) is None
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_the_script_runs_from_standard_input_and_outlives_a_hanging_tool(tmp_pat
     slow = tmp_path / "nvidia-smi"
     slow.write_text("#!/bin/sh\nsleep 60\n")
     slow.chmod(0o755)
-    script = Path(host_facts.__file__).read_bytes()
+    script = Path(remote_script.__file__).read_bytes()
     begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-", json.dumps({"paths": [str(tmp_path / "not" / "there")], "timeout": 1})],
@@ -278,12 +278,12 @@ def test_a_source_that_speaks_no_http_costs_no_other() -> None:
             connection.close()
 
         threading.Thread(target=answer, daemon=True).start()
-        found = host_facts.probes([url, "http://no such host/", "http://127.0.0.1:1/"])
+        found = remote_script.probes([url, "http://no such host/", "http://127.0.0.1:1/"])
     assert all(found.values()), "each is said to be out of reach"
 
 
 def test_a_staging_that_ends_meanwhile_costs_no_fact(tmp_path: Path) -> None:
     (tmp_path / ".model.partial").mkdir()
     (tmp_path / ".model.partial" / "moved on").symlink_to(tmp_path / "nowhere")
-    assert host_facts.model(str(tmp_path / "model"))["config"] is None
-    assert host_facts.allocated(str(tmp_path / "gone")) == 0
+    assert remote_script.model(str(tmp_path / "model"))["config"] is None
+    assert remote_script.allocated(str(tmp_path / "gone")) == 0

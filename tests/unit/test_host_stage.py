@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from rig.catalog import ROOT, load_catalog
-from rig.checkpoint_specs import expected_bytes, revision
-from rig.explain import explain_json
-from rig.explain_command import main as explain_main
-from rig.facts import host_facts
+from rig.artifacts.checkpoint_orders import expected_bytes, revision
+from rig.artifacts.units import engine_environment
+from rig.catalog.entries import ROOT, load_catalog
+from rig.cli.explain import main as explain_main
+from rig.facts import remote_script
 from rig.facts.host import parse_host
 from rig.facts.report import NO_PYTHON, HostReport
-from rig.hostplan import host_plan, plan_from_facts, questions
-from rig.settings import HostSettings
-from rig.toolkit import toolkit_for
-from rig.topology import decide
-from rig.units import engine_environment
+from rig.host.cuda_toolkit import toolkit_for
+from rig.host.explanation import explain_json
+from rig.host.settings import HostSettings
+from rig.host.topology import decide
+from rig.plan.host_plan import host_plan, plan_from_facts, questions
 from tasks.host import ENVIRONMENT_BYTES, findings, fits, space
 from tests.unit.test_engines_and_units import data
 from tests.unit.test_memory import CONFIG
@@ -177,7 +177,7 @@ def test_a_host_that_could_not_be_read_is_not_refused_for_what_is_not_known() ->
 
 def test_a_manifest_says_better_than_the_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = load_catalog().checkpoints["kimi-k2.5-int4"]
-    monkeypatch.setattr("rig.checkpoint_specs.INVENTORY", tmp_path)
+    monkeypatch.setattr("rig.artifacts.checkpoint_orders.INVENTORY", tmp_path)
     assert expected_bytes("kimi-k2.5-int4", entry) == 595_200_000_000
     (tmp_path / "manifests").mkdir()
     listed = {"revision": revision(entry), "files": [{"size": 7}, {"size": 5}]}
@@ -271,5 +271,5 @@ def test_sources_are_probed_only_while_something_is_to_come_from_there(tmp_path:
     hubs = {"http://a": [f"{tmp_path}/here"], "http://b": [f"{tmp_path}/here", f"{tmp_path}/not"]}
     options = {"probes": ["http://c"], "hubs": hubs, "driver_source": "http://d"}
     card = {"class": "0x030200"}
-    assert host_facts.sources(options, []) == ["http://c", "http://b"]
-    assert host_facts.sources(options, [card])[-1] == "http://d"
+    assert remote_script.sources(options, []) == ["http://c", "http://b"]
+    assert remote_script.sources(options, [card])[-1] == "http://d"

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rig import hostfiles, layout
-from rig.catalog import ROOT
-from rig.hostfiles import HostFileError, host_files, merge_command_line, unwanted_files
-from rig.settings import HostSettings
-from rig.topology import decide
+from rig.catalog.entries import ROOT
+from rig.host import system_files
+from rig.host.settings import HostSettings
+from rig.host.system_files import HostFileError, host_files, merge_command_line, unwanted_files
+from rig.host.topology import decide
+from rigctl.contract import layout
 from tests.unit import host_archetypes as hosts
 
 
@@ -53,9 +54,9 @@ def test_files_of_a_direct_attach_host() -> None:
 
 def test_what_is_no_longer_wanted_is_named() -> None:
     wanted = host_files(decide(hosts.VIRTUAL).host, hosts.VIRTUAL)
-    assert [one.path for one in wanted] == [hostfiles.MODPROBE, hostfiles.UDEV]
-    assert hostfiles.GRUB_DROP_IN in unwanted_files(wanted)
-    assert hostfiles.MODPROBE not in unwanted_files(wanted)
+    assert [one.path for one in wanted] == [system_files.MODPROBE, system_files.UDEV]
+    assert system_files.GRUB_DROP_IN in unwanted_files(wanted)
+    assert system_files.MODPROBE not in unwanted_files(wanted)
     assert host_files(HostSettings(), hosts.NO_GPU) == []
 
 
@@ -153,6 +154,6 @@ def test_acs_script_fails_where_a_bridge_keeps_redirecting(tmp_path: Path) -> No
 def test_needrestart_leaves_our_units_alone_where_it_is() -> None:
     facts = replace(hosts.TURIN_DIRECT, packages={"needrestart": "3.6-7ubuntu4"})
     files = {one.path: one.text for one in host_files(decide(facts).host, facts)}
-    assert body(files[hostfiles.NEEDRESTART]) == "$nrconf{override_rc}{qr(^kimi-)} = 0;\n1;\n"
-    assert hostfiles.NEEDRESTART not in texts()
-    assert hostfiles.NEEDRESTART in unwanted_files([])
+    assert body(files[system_files.NEEDRESTART]) == "$nrconf{override_rc}{qr(^kimi-)} = 0;\n1;\n"
+    assert system_files.NEEDRESTART not in texts()
+    assert system_files.NEEDRESTART in unwanted_files([])

@@ -16,19 +16,19 @@ import pytest
 from pyinfra.api.connect import connect_all, disconnect_all
 from pyinfra.api.operation import add_op
 
-from rig import layout
-from rig.catalog import Kernel, Toolchain, load_catalog
-from rig.hostplan import HostData, HostPlan, _environment, host_plan, kernel_packages
-from rig.kernels import kernel_files, specification, specification_path, toolkit
+from rig.artifacts.kernel_orders import kernel_files, specification, specification_path, toolkit
+from rig.artifacts.rollback_states import state_of
+from rig.artifacts.units import unit_file
+from rig.catalog.entries import Kernel, Toolchain, load_catalog
+from rig.catalog.yaml_source import CatalogError
+from rig.host.settings import HostSettings
 from rig.operations import files
 from rig.operations.common import PLAN_LOG
-from rig.operations.kernels import kernel as kernel_operation
-from rig.settings import HostSettings
-from rig.states import state_of
-from rig.units import unit_file
-from rig.yaml_source import CatalogError
+from rig.operations.kernel_wheels import kernel as kernel_operation
+from rig.plan.host_plan import HostData, HostPlan, _environment, host_plan, kernel_packages
 from rigctl import cli
 from rigctl.cli import RigctlError
+from rigctl.contract import layout
 from rigctl.kernel import build, commands, cubins, install, memory, source, store, toolchain
 from rigctl.kernel import spec as specs
 from rigctl.kernel.compile_job import Running, State, fits, need_of

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rigctl.listening import strangers
+from rigctl.supervisor.listening import strangers
 
 OTHER = """
 import socket, sys

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rig.settings import HostSettings
-from rig.units import host_settings
-from rigctl import patches
+from rig.artifacts.units import host_settings
+from rig.host.settings import HostSettings
 from rigctl.cli import RigctlError
-from rigctl.livesettings import precheck
+from rigctl.engines import patches
+from rigctl.supervisor.live_settings import precheck
 from tests.unit.serving import specification
 from tests.unit.test_patches import Engine
 

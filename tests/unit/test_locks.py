@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rig import locks
-from rig.catalog import ROOT, load_catalog
-from rig.release_add import needs_of
-from rigctl.drift import read_lock
+from rig.catalog.entries import ROOT, load_catalog
+from rig.maintain import locks
+from rig.maintain.release_add import needs_of
+from rigctl.engines.drift import read_lock
 
 RECIPES = locks.read_recipes()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rigctl import switching
 from rigctl.cli import main
+from rigctl.services import switching
 from tests.unit.serving import specification
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rig.catalog import ROOT
-from rig.machine_check import LEAST_DISK, LEAST_MEMORY, Computer, memory_bytes, reasons
+from rig.catalog.entries import ROOT
+from rig.sandbox.machine_check import LEAST_DISK, LEAST_MEMORY, Computer, memory_bytes, reasons
 
 FIT = Computer("Linux", "x86_64", 0, int(LEAST_MEMORY), LEAST_DISK, has_apt=True, has_box=False)
 
@@ -45,7 +45,7 @@ def test_memory_is_read() -> None:
 def test_it_answers_in_seconds_on_a_bare_interpreter() -> None:
     """No package of ours or of others is needed: `-I -S` hides them all."""
     begun = time.monotonic()
-    code = "import sys; sys.path.insert(0, '.'); from rig.machine_check import main; sys.exit(main())"
+    code = "import sys; sys.path.insert(0, '.'); from rig.sandbox.machine_check import main; sys.exit(main())"
     result = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rig.catalog import load_catalog
-from rig.memory import MIB, Model, Tensor, configuration_fit, tensors
+from rig.catalog.entries import load_catalog
+from rig.host.memory_fit import MIB, Model, Tensor, configuration_fit, tensors
 
 # moonshotai/Kimi-K2.5 config.json, text_config.
 CONFIG = {

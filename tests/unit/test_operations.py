@@ -19,10 +19,10 @@ from pyinfra.api.exceptions import PyinfraError
 from pyinfra.api.operation import add_op
 from pyinfra.api.operations import run_ops
 
-from rig import layout
-from rig.operations import files, lock
+from rig.operations import deploy_lock, files
 from rig.operations.common import PLAN_LOG, Input
 from rig.operations.files import Directory, File, Link, difference
+from rigctl.contract import layout
 
 ME, MINE = getpass.getuser(), grp.getgrgid(os.getgid()).gr_name
 
@@ -154,8 +154,8 @@ def test_standard_input_never_shows_its_content() -> None:
 
 
 def test_the_lock_names_its_owner_and_goes_with_its_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "LOCK", str(tmp_path / "deploy.lock"))
-    script = lock.lock_script("me@here (process 7) since today").replace("/run/kimi-rig", str(tmp_path))
+    monkeypatch.setattr(deploy_lock, "LOCK", str(tmp_path / "deploy.lock"))
+    script = deploy_lock.lock_script("me@here (process 7) since today").replace("/run/kimi-rig", str(tmp_path))
     holder = subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdin is not None and holder.stdout is not None
     assert holder.stdout.readline() == "held\n"

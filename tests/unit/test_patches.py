@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rigctl import cli, patches, series
+from rigctl import cli
 from rigctl.cli import RigctlError
+from rigctl.engines import patch_series, patches
 from tests.unit.wheelhouse import install
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ PATCH_TWO = "--- a/engine/two.py\n+++ b/engine/two.py\n@@ -2 +2 @@\n-    return 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from rigctl import patches
+from rigctl.engines import patches
 replace = Path.replace
 def once(self, target):
     replace(self, target)
@@ -219,7 +220,7 @@ def test_file_without_record_or_missing(engine: Engine) -> None:
 )
 def test_malformed_patches_are_refused(text: str, message: str) -> None:
     with pytest.raises(RigctlError, match=message):
-        series.parse_patch("bad.patch", text.encode())
+        patch_series.parse_patch("bad.patch", text.encode())
 
 
 def test_command_line(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +243,7 @@ SHIPPED = sorted(path for path in (ROOT / "files/patches").glob("*/*") if path.i
 def test_shipped_series_are_well_formed(directory: Path) -> None:
     """At most one line of context, and both common tools read them."""
     for path in sorted(directory.glob("*.patch")):
-        patch = series.parse_patch(path.name, path.read_bytes())
+        patch = patch_series.parse_patch(path.name, path.read_bytes())
         body = path.read_text().partition("\n--- ")[2]
         assert not re.search(r"\n .*\n ", body), f"{path}: more than one line of context"
         command = ["git", "apply", "--numstat", str(path)]

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from rig import status, tour
-from rig.catalog import ROOT
-from rig.connect import talk_lines
-from rig.converge import inventory_hosts
+from rig.artifacts.receipt import receipt_items
+from rig.catalog.entries import ROOT
+from rig.cli import status, tour
+from rig.cli.connect import talk_lines
+from rig.cli.converge import inventory_hosts
 from rig.facts.servers import Server, Servers
-from rig.hostplan import HostPlan, host_plan
-from rig.neighbours import interruptions
+from rig.host.settings import HostSettings
 from rig.operations.hostkit import hostkit_path
-from rig.receipt import receipt_items
-from rig.settings import HostSettings
+from rig.plan.host_plan import HostPlan, host_plan
+from rig.plan.neighbours import interruptions
 
 pytestmark = pytest.mark.slow
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from rig.catalog import KnownBad, load_catalog
+from rig.catalog.entries import KnownBad, load_catalog
 from rig.facts.host import Disk, Driver, GpuProcess, HostFacts, Unit
-from rig.memory import Fit
-from rig.preflight import Needs, Severity, preflight
-from rig.topology import decide
+from rig.host.memory_fit import Fit
+from rig.host.preflight import Needs, Severity, preflight
+from rig.host.topology import decide
 from tests.unit import host_archetypes as hosts
 
 CATALOG = load_catalog()

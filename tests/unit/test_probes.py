@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rigctl import cli, probe_engine, probes
+from rigctl import cli
 from rigctl.cli import RigctlError
+from rigctl.engines import probe_script, probes
 
 SGLANG = {
     "sglang/__init__.py": "__version__ = '0.0'\n",
@@ -114,4 +115,4 @@ def test_command_line_refuses(env: Path, capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 def test_ways_to_start(engine: str, argv: list[str], flags: list[str]) -> None:
-    assert probe_engine.flags_of(engine, argv) == flags
+    assert probe_script.flags_of(engine, argv) == flags

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from rig import catalog, locks, pin, release_add
-from rig.command_line import USAGE
-from rig.locks import LockError, Recipe
-from rig.release_add import Facts, differences, main, needs_of, newest
-from rigctl import probes
+from rig.catalog import entries
+from rig.cli.arguments import USAGE
+from rig.maintain import locks, pin, release_add
+from rig.maintain.locks import LockError, Recipe
+from rig.maintain.release_add import Facts, differences, main, needs_of, newest
+from rigctl.engines import probes
 
 LOCK = "vllm==0.99.0 \\\n    --hash=sha256:00\nnvidia-cuda-runtime==13.0.48 \\\n    --hash=sha256:00\n"
 OLD = Facts({"--a": "1", "--b": "None", "--gone": "2", "--where": "<object at 0x7f>"}, ["vllm:old", "vllm:both"])
@@ -42,7 +43,7 @@ def test_what_changed_between_two_releases() -> None:
 
 
 def test_the_newest_is_by_number() -> None:
-    releases = catalog.load_catalog().releases
+    releases = entries.load_catalog().releases
     assert newest("vllm", releases) == "vllm-0.33.0"
     assert newest("sglang", releases) == "sglang-0.5.23"
     with pytest.raises(release_add.ReleaseError, match="no release of vlm to take after"):
@@ -69,7 +70,7 @@ def test_metrics_are_read_from_the_source(tmp_path: Path) -> None:
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of catalogues and recipes; a resolver and an engine that answer at once."""
-    shutil.copytree(catalog.INVENTORY, tmp_path / "inventory")
+    shutil.copytree(entries.INVENTORY, tmp_path / "inventory")
     (tmp_path / "locks").mkdir()
     shutil.copy(release_add.RECIPES, tmp_path / "locks")
     for name, value in {
@@ -81,10 +82,10 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }.items():
         monkeypatch.setattr(release_add, name, value)
 
-    def load(overlay: str | None = None, inventory: Path = tmp_path / "inventory") -> catalog.Catalog:
-        return catalog.load_catalog(overlay, tmp_path / "inventory")
+    def load(overlay: str | None = None, inventory: Path = tmp_path / "inventory") -> entries.Catalog:
+        return entries.load_catalog(overlay, tmp_path / "inventory")
 
-    load.cache_clear = catalog.load_catalog.cache_clear  # type: ignore[attr-defined]
+    load.cache_clear = entries.load_catalog.cache_clear  # type: ignore[attr-defined]
 
     def lock(recipe: Recipe) -> Path:
         target = tmp_path / "locks" / recipe.file_name
@@ -120,7 +121,7 @@ def test_a_release_is_written_and_compared(repository: Path, capsys: pytest.Capt
     assert "default changed: --b: None -> 'x'" in output and "metric new: vllm:new" in output
     text = (repository / "inventory/releases.yaml").read_text()
     assert text.startswith(before), "comments and entries of others stay"
-    release = catalog.load_catalog(None, repository / "inventory").releases["vllm-0.99.0"]
+    release = entries.load_catalog(None, repository / "inventory").releases["vllm-0.99.0"]
     assert (release.version, release.minimum_driver, release.patches, release.drain) == ("0.99.0", "580", None, "flag")
     recipes = [one for one in locks.read_recipes(repository / "locks/recipes.yaml") if one.release == "vllm-0.99.0"]
     assert [one.packages for one in recipes] == [("vllm==0.99.0", "cuda-python>=13")] * 2
@@ -165,10 +166,10 @@ def test_wrong_versions(repository: Path, capsys: pytest.CaptureFixture[str], ve
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("release", list(catalog.load_catalog().releases))
+@pytest.mark.parametrize("release", list(entries.load_catalog().releases))
 def test_every_release_of_the_catalogue_is_recorded(release: str) -> None:
     facts = Facts.read(release)
-    assert facts is not None, f"python -m rig.release_add --record {release}"
+    assert facts is not None, f"python -m rig.maintain.release_add --record {release}"
     assert len(facts.options) > 100 and len(facts.metrics) > 10
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rig import removal, uninstall
+from rig.cli import uninstall
 from rig.facts.created import Created, CreatedThings, PackagesRemovedWith
 from rig.facts.privilege import Privilege, Rights
 from rig.operations import removal as operations
+from rig.plan import removal
 from rigctl.checkpoints.paths import write_json
 from tests.unit.test_operations import apply, state_directory
 

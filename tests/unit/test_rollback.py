@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 from pyinfra.api.exceptions import PyinfraError
 
-from rig import layout, removal
+from rig.artifacts.rollback_states import NoState, left_behind, of_state, rolled_back, state_of, taken_back, target
+from rig.cli.rollback import main
 from rig.facts.created import Created
-from rig.operations import states
-from rig.rollback import main
-from rig.states import NoState, left_behind, of_state, rolled_back, state_of, taken_back, target
-from rigctl import cli, prune
-from rigctl.environment import BUILD_LOCK
+from rig.operations import rollback_states
+from rig.plan import removal
+from rigctl import cli
+from rigctl.contract import layout
+from rigctl.engines import prune
+from rigctl.engines.environment import BUILD_LOCK
 from tests.unit.test_engines_and_units import box_plan
 from tests.unit.test_operations import apply
 
@@ -201,15 +203,15 @@ def test_wheels_that_no_environment_shares_go_from_the_cache(host: Host) -> None
 
 def test_a_deploy_records_its_state_once_and_takes_a_rollback_back(host: Host) -> None:
     state = host.state("2", host.environment("a"))
-    assert apply(states.recorded, record=state)
+    assert apply(rollback_states.recorded, record=state)
     assert (host.present["id"], host.present["rolled_back_from"]) == ("2" * 12, [])
-    assert not apply(states.recorded, record=state)
+    assert not apply(rollback_states.recorded, record=state)
     before = {"id": "1" * 12, "rolled_back_from": ["2" * 12], "at": "today", "by": "me"}
     Path(layout.PRESENT_STATE).write_text(json.dumps(before))
     with pytest.raises(PyinfraError):
-        apply(states.wanted, record=state, roll_forward=False)
-    assert not apply(states.wanted, record=state, roll_forward=True)
-    assert apply(states.recorded, record=state)
+        apply(rollback_states.wanted, record=state, roll_forward=False)
+    assert not apply(rollback_states.wanted, record=state, roll_forward=True)
+    assert apply(rollback_states.recorded, record=state)
     assert host.present["rolled_back_from"] == []
 
 
@@ -218,18 +220,18 @@ def test_a_rollback_points_back_and_writes_it_down(host: Host) -> None:
     first, second = host.state("1", old), host.state("2", new)
     items = {"hostkit": {"path": "/h", "since": "then"}, "environment/vllm-1": {"path": str(new), "since": "then"}}
     Path(layout.RECEIPT).write_text(json.dumps({"format": 1, "items": items}))
-    assert apply(states.recorded, record=second)
-    assert apply(states.linked, record=second)
-    assert not apply(states.restorable, record=first)
-    assert apply(states.linked, record=first)
+    assert apply(rollback_states.recorded, record=second)
+    assert apply(rollback_states.linked, record=second)
+    assert not apply(rollback_states.restorable, record=first)
+    assert apply(rollback_states.linked, record=first)
     assert (old.parent / "current").readlink() == old
-    assert not apply(states.linked, record=first)
-    assert apply(states.returned, record=first, left=["2" * 12])
+    assert not apply(rollback_states.linked, record=first)
+    assert apply(rollback_states.returned, record=first, left=["2" * 12])
     assert (host.present["id"], host.present["rolled_back_from"]) == ("1" * 12, ["2" * 12])
     found = json.loads(Path(layout.RECEIPT).read_text())["items"]
     assert found["environment/vllm-1"]["path"] == str(old) and found["hostkit"] == items["hostkit"]
-    assert not apply(states.returned, record=first, left=["2" * 12])
-    assert apply(states.returned, record=second, left=[])
+    assert not apply(rollback_states.returned, record=first, left=["2" * 12])
+    assert apply(rollback_states.returned, record=second, left=[])
     assert not rolled_back(host.present)
 
 
@@ -238,7 +240,7 @@ def test_a_switch_that_was_killed_is_finished(host: Host) -> None:
     state = host.state("1", new)
     (old.parent / "current").symlink_to(old)
     (old.parent / "current.new").symlink_to(new)  # killed between its two steps: the old one is still pointed to
-    assert apply(states.linked, record=state)
+    assert apply(rollback_states.linked, record=state)
     assert (old.parent / "current").readlink() == new and not (old.parent / "current.new").exists()
 
 
@@ -247,7 +249,7 @@ def test_a_state_whose_environment_is_gone_is_refused(host: Host) -> None:
     state = host.state("1", path)
     (path / STAMP).unlink()
     with pytest.raises(PyinfraError):
-        apply(states.restorable, record=state)
+        apply(rollback_states.restorable, record=state)
 
 
 def test_uninstall_takes_the_states_along() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rig.catalog import load_catalog
-from rigctl import leftovers
-from rigctl.client import Speculation, read_metrics
-from rigctl.enginelog import EngineLog, RunFile
-from rigctl.phases import Phases
+from rig.catalog.entries import load_catalog
+from rigctl.services import leftovers
+from rigctl.supervisor.engine_client import Speculation, read_metrics
+from rigctl.supervisor.engine_log import EngineLog, RunFile
+from rigctl.supervisor.load_phases import Phases
 from tests.gpu import run
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

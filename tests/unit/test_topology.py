@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from rig.facts.host import Driver, HostFacts, Unit
-from rig.settings import ACS_UNIT, PERSISTENCE_UNIT, TIME_UNIT, Confidence, HostSettings, Kind
-from rig.topology import FORCE_P2P, Decision, TopologyError, decide
+from rig.host.settings import ACS_UNIT, PERSISTENCE_UNIT, TIME_UNIT, Confidence, HostSettings, Kind
+from rig.host.topology import FORCE_P2P, Decision, TopologyError, decide
 from tests.unit import host_archetypes as hosts
 
 

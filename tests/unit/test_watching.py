@@ -11,13 +11,13 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from rigctl.client import Engine, Metrics, Speculation, read_metrics
-from rigctl.exposition import exposition
-from rigctl.measured import is_measured, mark, undisturbed
-from rigctl.progress import Activity, Patience, measure
-from rigctl.rates import acceptance_length
-from rigctl.specification import Limits
-from rigctl.watch import Watch
+from rigctl.supervisor.acceptance_rates import acceptance_length
+from rigctl.supervisor.activity import Activity, Patience, measure
+from rigctl.supervisor.engine_client import Engine, Metrics, Speculation, read_metrics
+from rigctl.supervisor.measurement_pause import is_measured, mark, undisturbed
+from rigctl.supervisor.metrics_file import exposition
+from rigctl.supervisor.specification import Limits
+from rigctl.supervisor.watchdog import Watch
 from tests.unit.serving import limits, specification
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -8,23 +8,24 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-MODULES: tuple[str, ...] = (
-    "bench",
-    "checkpoints",
-    "doctor",
-    "drift",
-    "ended",
-    "environment",
-    "kernel",
-    "leftovers",
-    "patches",
-    "probes",
-    "prune",
-    "serve",
-    "status",
-    "switching",
-    "tiny_kimi",
-)
+MODULES: dict[str, str] = {
+    "bench": "rigctl.bench",
+    "checkpoints": "rigctl.checkpoints",
+    "doctor": "rigctl.services.doctor",
+    "drift": "rigctl.engines.drift",
+    "ended": "rigctl.supervisor.ended",
+    "environment": "rigctl.engines.environment",
+    "free": "rigctl.services.leftovers",
+    "kernel": "rigctl.kernel",
+    "patches": "rigctl.engines.patches",
+    "probe": "rigctl.engines.probes",
+    "prune": "rigctl.engines.prune",
+    "serve": "rigctl.supervisor.serve",
+    "status": "rigctl.services.status",
+    "switch": "rigctl.services.switching",
+    "tiny-kimi": "rigctl.tiny_kimi",
+}
+"""Module by the subcommand of its own name; some register further ones."""
 
 
 class RigctlError(Exception):
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = (argv if argv is not None else sys.argv[1:])[:1]
     # Only what is asked for: the engines' clients take a while to import.
     for name in first if first and first[0] in MODULES else MODULES:
-        importlib.import_module(f"rigctl.{name}").register(subparsers)
+        importlib.import_module(MODULES[name]).register(subparsers)
     arguments = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:

@@ -17,8 +17,8 @@ from typing import Any
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from rigctl.client import Engine
-from rigctl.specification import Specification
+from rigctl.supervisor.engine_client import Engine
+from rigctl.supervisor.specification import Specification
 
 COUNTERS = {
     "vllm": {

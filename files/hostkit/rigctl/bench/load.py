@@ -16,8 +16,8 @@ from statistics import median
 from typing import Any
 
 from rigctl.bench.plan import Workload
-from rigctl.client import Engine
-from rigctl.specification import Specification
+from rigctl.supervisor.engine_client import Engine
+from rigctl.supervisor.specification import Specification
 
 KEY_VARIABLE = "KIMI_RIG_API_KEY"
 # aiperf wants a tokenizer even when it counts with the server's numbers; the model's own would run its remote code.

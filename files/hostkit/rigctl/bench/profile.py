@@ -16,7 +16,7 @@ from typing import Any
 
 import requests
 
-from rigctl.client import Engine
+from rigctl.supervisor.engine_client import Engine
 
 CACHE = Path("/var/cache/kimi-rig")
 # NCCL's kernels, the engines' own (custom, one-shot, quick) and FlashInfer's fused ones.

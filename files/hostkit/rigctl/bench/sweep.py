@@ -26,9 +26,9 @@ from rigctl.bench import counters, load, profile
 from rigctl.bench.plan import Plan, Workload, read_plan
 from rigctl.bench.prompts import WORDS, requests_of
 from rigctl.cli import RigctlError
-from rigctl.client import Engine, api_key
-from rigctl.measured import undisturbed
-from rigctl.specification import Specification, installed, named
+from rigctl.supervisor.engine_client import Engine, api_key
+from rigctl.supervisor.measurement_pause import undisturbed
+from rigctl.supervisor.specification import Specification, installed, named
 
 IDLE_SECONDS = 60
 # A round's prompts and records at the largest loads; below this the disk is as good as full.

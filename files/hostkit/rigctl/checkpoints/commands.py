@@ -80,7 +80,7 @@ def _add_checks(actions: Any) -> None:
     overlay.add_argument("--to", type=Path, required=True)
 
     pairs = _add(actions, "pairs", _pairs, "Judge the drafters of configurations before their units are written.")
-    pairs.add_argument("pairs", help="JSON list, as the deploy makes it (rig/units.py, pairs)")
+    pairs.add_argument("pairs", help="JSON list, as the deploy makes it (rig/artifacts/units.py, pairs)")
     pairs.add_argument("--write", action="store_true", help="make the overlays that they need")
 
 
@@ -365,13 +365,13 @@ def _structure(arguments: argparse.Namespace) -> int:
 
 
 def _verdict(arguments: argparse.Namespace) -> Any:
-    from rigctl.checkpoints import engines, fit, paths, precheck
+    from rigctl.checkpoints import eagle3_conventions, fit, paths, precheck
 
     content = paths.read_json(arguments.training, "training") if arguments.training else {}
     if not isinstance(content, dict):
         raise RigctlError(f"{arguments.training} is not a JSON object")
     known = tuple(arguments.architectures.split(",")) if arguments.architectures else None
-    engine = engines.Engine(arguments.engine, arguments.version, known)
+    engine = eagle3_conventions.Engine(arguments.engine, arguments.version, known)
     name = arguments.target_name
     training = precheck.training(content)
     return fit.check(arguments.target, arguments.drafter, engine, arguments.context, training, name=name)

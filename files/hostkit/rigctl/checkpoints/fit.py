@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rigctl.checkpoints import headers
-from rigctl.checkpoints.engines import MHA, MLA, SPECULATORS, Engine, trained_input_ids
+from rigctl.checkpoints.eagle3_conventions import MHA, MLA, SPECULATORS, Engine, trained_input_ids
 from rigctl.checkpoints.headers import BadFile, Tensor
 from rigctl.checkpoints.overlay import merged
 from rigctl.cli import RigctlError

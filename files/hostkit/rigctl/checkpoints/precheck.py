@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rigctl.checkpoints import overlay, record
-from rigctl.checkpoints.engines import Engine
+from rigctl.checkpoints.eagle3_conventions import Engine
 from rigctl.checkpoints.fit import Training, Verdict, check, read_model
 from rigctl.checkpoints.manifest import FileHasher, walk
 from rigctl.checkpoints.record import Record
@@ -22,7 +22,7 @@ from rigctl.cli import RigctlError
 
 
 class Using(Protocol):
-    """The part of a run specification that names checkpoints. checkpoints: rig/units.py, used_checkpoints."""
+    """The part of a run specification that names checkpoints. checkpoints: rig/artifacts/units.py, used_checkpoints."""
 
     @property
     def name(self) -> str: ...

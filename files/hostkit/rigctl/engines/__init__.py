@@ -1,0 +1,1 @@
+"""Engine environments on the host: built, patched, asked for their features, checked for drift, removed."""

@@ -1,0 +1,157 @@
+"""`rigctl prune`: remove engine environments that no state of this host needs any more.
+
+Kept: the current environment of each release and the two that were current before it, what one of the last three states
+names, and always what a process, a job or a unit uses. With them go the wheels in uv's cache that no environment shares
+any more. Of the states themselves the last eight, if their environments
+are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rigctl.engines.environment import BUILD_LOCK, STAMP
+from rigctl.supervisor.specification import read_json
+
+PREVIOUS = 2
+"""Environments of a release that stay beside the current one."""
+STATES_THAT_HOLD = 3
+STATES_KEPT = 8
+PRESENT = "present.json"
+CACHE = ".cache"
+UNITS = Path("/etc/systemd/system")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is not needed: environments to remove, those that stay because something uses them, states to forget."""
+
+    unneeded: tuple[Path, ...]
+    used: tuple[Path, ...]
+    states: tuple[Path, ...]
+
+
+def look(base: Path, states: Path, current: Iterable[Path]) -> Found:
+    """Decide; changes nothing. Environments are <base>/<release>/<digest>; current: those of the deploy's plan."""
+    now = set(current)
+    everything = [path for path in base.glob("*/*") if path.is_dir() and not path.is_symlink() and _is_ours(path)]
+    complete = sorted((path for path in everything if (path / STAMP).exists()), key=_became_current, reverse=True)
+    records = sorted((path for path in states.glob("*.json") if _digest(path.stem)), key=_modified, reverse=True)
+    named = {path: _environments(path) for path in records}
+    keep = now.union(*(named[path] for path in records[:STATES_THAT_HOLD]))
+    for release in {path.parent for path in now}:
+        others = [path for path in complete if path.parent == release and path not in now]
+        keep |= set(others[:PREVIOUS])
+    candidates = [path for path in everything if path not in keep]
+    used = in_use(candidates)
+    unneeded = [path for path in candidates if path not in used]
+    stay = set(everything) - set(unneeded)
+    present = (read_json(states / PRESENT) or {}).get("id")
+    whole = [path for path in records if path.stem == present or named[path] <= stay]
+    return Found(tuple(sorted(unneeded)), tuple(sorted(used)), tuple(sorted(set(records) - set(whole[:STATES_KEPT]))))
+
+
+def in_use(candidates: Sequence[Path]) -> set[Path]:
+    """Those that a running process, a job that builds them or a unit file names."""
+    if not candidates:
+        return set()
+    texts = [path.read_text(errors="replace") for path in UNITS.glob("kimi-*.service")]
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            # A word that only names an environment belongs to us or to a builder, and ends without a slash.
+            texts += ["\n".join(word.decode(errors="replace") for word in words if word.startswith(b"/"))]
+            texts.append((process / "maps").read_text(errors="replace"))
+        except OSError:
+            continue
+    used = {path for path in candidates if any(f"{path}/" in text for text in texts)}
+    for path in set(candidates) - used:
+        job = f"kimi-job-env-{path.parent.name}-{path.name}.service"
+        if subprocess.run(["systemctl", "is-active", "-q", job], check=False, capture_output=True).returncode == 0:
+            used.add(path)
+    return used
+
+
+def prune(base: Path, states: Path, current: Iterable[Path], created: Path | None) -> Found:
+    """Remove what `look` finds, and its lines in the list of what we created. Killed anywhere, the next run goes on."""
+    found = look(base, states, current)
+    for path in found.unneeded:
+        (path / STAMP).unlink(missing_ok=True)  # from here on it does not count as an environment
+        shutil.rmtree(path)
+    if found.unneeded:
+        _sweep_cache(base / CACHE)
+    if created is not None and created.exists():
+        gone = {f"tree {path}" for path in found.unneeded}
+        lines = created.read_text().splitlines(keepends=True)
+        if any(line.rstrip("\n") in gone for line in lines):
+            scratch = created.with_name(f"{created.name}.new")
+            scratch.write_text("".join(line for line in lines if line.rstrip("\n") not in gone))
+            scratch.replace(created)
+    for path in found.states:
+        path.unlink(missing_ok=True)
+    return found
+
+
+def _sweep_cache(cache: Path) -> None:
+    """Remove unpacked wheels that no environment shares any more; uv fetches one again when it is asked for it.
+
+    Its own `uv cache prune` keeps every wheel that it could use again, 10 GB an engine.
+    """
+    building = ["systemctl", "list-units", "--no-legend", "--plain", "--state=active", "kimi-job-env-*"]
+    if subprocess.run(building, check=False, capture_output=True, text=True).stdout.strip():
+        return  # a wheel that is about to be linked looks the same
+    for wheel in cache.glob("archive-v*/*"):
+        if not any(path.stat().st_nlink > 1 for path in wheel.rglob("*") if path.is_file() and not path.is_symlink()):
+            shutil.rmtree(wheel)
+
+
+def _is_ours(path: Path) -> bool:
+    """An environment, also a half-made one, and no directory of the operator's that is named by a date: builds lock."""
+    return _digest(path.name) and ((path / STAMP).exists() or (path.parent / BUILD_LOCK).exists())
+
+
+def _digest(name: str) -> bool:
+    return len(name) == 12 and set(name) <= set("0123456789abcdef")
+
+
+def _became_current(path: Path) -> int:
+    return (path / STAMP).stat().st_mtime_ns
+
+
+def _modified(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
+def _environments(state: Path) -> set[Path]:
+    environments = (read_json(state) or {}).get("environments")
+    return {Path(path) for path in environments.values()} if isinstance(environments, dict) else set()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print one line an environment: "unneeded PATH", "used PATH"; remove the first kind unless only asked to list."""
+    current = [Path(path) for path in arguments.current]
+    if arguments.list:
+        found = look(arguments.base, arguments.states, current)
+    else:
+        found = prune(arguments.base, arguments.states, current, arguments.created)
+    for path in [*found.unneeded, *found.states]:
+        print(f"unneeded {path}")
+    for path in found.used:
+        print(f"used {path}")
+    return 0
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `prune` to the command line."""
+    parser = subparsers.add_parser("prune", help="remove engine environments that no state needs")
+    parser.add_argument("--base", type=Path, required=True, help="directory of all environments (ml_env)")
+    parser.add_argument("--states", type=Path, required=True, help="directory of the recorded states")
+    parser.add_argument("--current", action="append", default=[], help="an environment in use by the plan; repeatable")
+    parser.add_argument("--created", type=Path, help="list of what we created, to be kept true")
+    parser.add_argument("--list", action="store_true", help="change nothing")
+    parser.set_defaults(run=run)

@@ -1,0 +1,1 @@
+"""Commands on serving units: status, chat, switch, logs, free, doctor."""

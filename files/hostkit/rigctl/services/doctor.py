@@ -1,0 +1,118 @@
+"""`rigctl doctor`: one archive for a bug report, with secrets masked."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import subprocess
+import tarfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from rigctl.cli import RigctlError
+from rigctl.services.status import row
+from rigctl.supervisor.engine_client import CREDENTIAL
+from rigctl.supervisor.specification import DIRECTORY, Specification, installed
+
+MASK = "***"
+LOG_BYTES = 2 << 20
+# Assignments and headers that carry secrets, and tokens known by their shape.
+PATTERNS = (
+    re.compile(
+        r"(?i)((?:api[-_]?key|token|secret|password|authorization)['\"]?\s*[=:]\s*['\"]?(?:bearer\s+)?)"
+        r"(?!null\b|None\b)[^\s'\",}]+"
+    ),
+    re.compile(r"(--[\w-]*(?:key|token|secret|password)[= ])\S+"),
+    re.compile(r"(?i)(bearer\s+)[\w.~+/-]{8,}=*"),
+    re.compile(r"()\b(?:hf|sk|ghp)[_-][A-Za-z0-9]{16,}\b"),
+    re.compile(r"(://)[^/\s:@]+:[^/\s@]+(?=@)"),
+)
+COMMANDS = {
+    "system.txt": ["uname", "-a"],
+    "os-release.txt": ["cat", "/etc/os-release"],
+    "memory.txt": ["free", "-m"],
+    "disk.txt": ["df", "-h"],
+    "gpus.txt": ["nvidia-smi"],
+    "gpu-topology.txt": ["nvidia-smi", "topo", "-m"],
+    "receipt.json": ["cat", "/var/lib/kimi-rig/receipt.json"],
+    "units.txt": ["systemctl", "list-units", "--all", "kimi-*"],
+    "fallback.txt": ["journalctl", "--no-pager", "-n", "100", "-u", "kimi-fallback@*"],
+    "kernel.txt": ["sh", "-c", "dmesg | grep -iE 'nvrm|xid|oom|killed process' | tail -n 200"],
+}
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("doctor", help="pack what a bug report needs, secrets masked")
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    parser.add_argument("--output", type=Path, default=Path(f"kimi-rig-doctor-{stamp}.tar.gz"))
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the archive. Raises RigctlError when it cannot be written."""
+    secrets = known_secrets(CREDENTIAL.parent)
+    try:
+        with tarfile.open(arguments.output, "x:gz") as archive:
+            arguments.output.chmod(0o600)
+            for name, text in _content():
+                _add(archive, name, masked(text, secrets))
+    except OSError as error:
+        raise RigctlError(f"{arguments.output} cannot be written: {error.strerror}") from None
+    print(f"{arguments.output} holds status, units, logs and the host's facts; secrets are masked")
+    return 0
+
+
+def known_secrets(directory: Path) -> list[str]:
+    """The secrets of this host, to be masked wherever they turn up."""
+    try:
+        return [text for path in sorted(directory.iterdir()) if (text := path.read_text().strip())]
+    except OSError:
+        return []
+
+
+def masked(text: str, secrets: Iterable[str]) -> str:
+    """`text` without the known secrets and whatever looks like one."""
+    for secret in secrets:
+        text = text.replace(secret, MASK)
+    for pattern in PATTERNS:
+        text = pattern.sub(rf"\g<1>{MASK}", text)
+    return text
+
+
+def _content() -> Iterator[tuple[str, str]]:
+    for name, command in COMMANDS.items():
+        yield name, _output(command)
+    specifications = installed()
+    yield "status.json", json.dumps([row(specification) for specification in specifications], indent=2)
+    for specification in specifications:
+        yield from _of(specification)
+
+
+def _of(specification: Specification) -> Iterator[tuple[str, str]]:
+    unit = specification.unit
+    yield f"{specification.name}/unit.txt", _output(["systemctl", "cat", unit])
+    yield f"{specification.name}/properties.txt", _output(["systemctl", "show", unit])
+    yield f"{specification.name}/specification.json", (DIRECTORY / f"{specification.name}.json").read_text()
+    yield f"{specification.name}/journal.txt", _output(["journalctl", "--no-pager", "-n", "2000", "-u", unit])
+    for path in sorted(specification.logs.glob("*.log"))[-2:]:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_BYTES))
+            yield f"{specification.name}/{path.name}", file.read().decode(errors="replace")
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, errors="replace")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{' '.join(command)}: {error}\n"
+    return done.stdout + done.stderr
+
+
+def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
+    data = text.encode()
+    info = tarfile.TarInfo(f"kimi-rig-doctor/{name}")
+    info.size, info.mtime, info.mode = len(data), int(time.time()), 0o600
+    archive.addfile(info, io.BytesIO(data))

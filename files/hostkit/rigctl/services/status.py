@@ -1,0 +1,207 @@
+"""`rigctl status` and `rigctl chat`: what runs on this host, and a word with it."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import requests
+
+from rigctl.checkpoints.precheck import identities
+from rigctl.cli import RigctlError
+from rigctl.services.systemd import UNITS, properties
+from rigctl.supervisor.ended import failures
+from rigctl.supervisor.engine_client import Engine, api_key
+from rigctl.supervisor.prechecks import WARNING
+from rigctl.supervisor.readiness import reasoning_of
+from rigctl.supervisor.specification import STATE, Specification, installed, named, read_json, started
+
+FALLBACK = STATE / "fallback.json"
+WANTED = ["ActiveState", "StatusText", "Result", "ExecMainStatus", "NRestarts", "NeedDaemonReload", "DropInPaths"]
+SHOWN_ROUTES = 6
+# Exit codes of systemd itself when it cannot set a unit up (systemd.exec(5)).
+SETUP_FAILURES = {
+    "203": "rigctl cannot be run: deploy again",
+    "217": "its user does not exist: deploy again",
+    "226": "its sandbox cannot be set up; `rigctl logs` says why",
+    "243": "a credential is missing or unreadable: check /etc/kimi-rig/credentials, set api_key_file and deploy again",
+}
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    status = subparsers.add_parser("status", help="what runs, how its load proceeds, what its drafter achieves")
+    status.add_argument("--json", action="store_true", help="the same as one JSON list")
+    status.set_defaults(run=show)
+    chat = subparsers.add_parser("chat", help="one chat completion, and what speculation did for it")
+    chat.add_argument("prompt")
+    chat.add_argument("--configuration", help="default: the one that is active")
+    chat.add_argument("--max-tokens", type=int, default=256)
+    chat.add_argument("--json", action="store_true")
+    chat.set_defaults(run=talk)
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Print one line a configuration, and below it whatever an operator should know."""
+    rows = [row(specification) for specification in installed()]
+    fallback = read_json(FALLBACK) or {}
+    rows = [{**found, "fallback": fallback if found["name"] == fallback.get("failed") else None} for found in rows]
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    for found in rows:
+        print(f"{found['state']:<12} {found['name']:<32} {found['status']}".rstrip())
+        for remark in found["remarks"]:
+            print(f"{'':<12} {'':<32} {remark}")
+    if fallback:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fallback["at"]))
+        print(f"fallback: at {when} {fallback['failed']} was not accepted ({fallback['cause']}); {fallback['outcome']}")
+    return 0
+
+
+def row(specification: Specification) -> dict[str, Any]:
+    """Everything that is known of one configuration; never asks the engine, so it answers at once."""
+    unit = properties(specification.unit, WANTED)
+    state = unit["ActiveState"]
+    ran_as = started(specification) if state in ("active", "deactivating") else None
+    watch = (read_json(specification.runtime / "watch.json") or {}) if ran_as else {}
+    ended = read_json(specification.state / "ended.json") if state != "active" else None
+    return {
+        "name": specification.name,
+        "state": state,
+        "status": _status_text(unit, ended),
+        "release": specification.release,
+        "address": f"{specification.host}:{specification.port}",
+        "model": specification.model,
+        "api_key": specification.api_key,
+        "accepted_at": ran_as["accepted_at"] if ran_as else None,
+        "started": ran_as,
+        "watch": watch or None,
+        "acceptance_length": watch.get("acceptance_length"),
+        "restarts": int(unit["NRestarts"] or 0),
+        "failures": failures(specification),
+        "last_end": ended,
+        "stale": _stale(specification, ran_as) is not None,
+        "edited": _edited(specification, unit),
+        "remarks": list(_remarks(specification, unit, ran_as, watch, ended)),
+    }
+
+
+def _status_text(unit: dict[str, str], ended: dict[str, Any] | None) -> str:
+    if unit["ActiveState"] == "failed":
+        if why := SETUP_FAILURES.get(unit["ExecMainStatus"]):
+            return why
+        return str((ended or {}).get("cause") or unit["StatusText"] or unit["Result"])
+    return unit["StatusText"] if unit["ActiveState"] != "inactive" else ""
+
+
+def _stale(specification: Specification, ran_as: dict[str, Any] | None) -> str | None:
+    """What has changed since the service that runs was started; None when nothing has, or nothing runs."""
+    if ran_as is None:
+        return None
+    if ran_as["digest"] != specification.digest:
+        return "deployed anew"
+    try:
+        now = identities(specification)
+    except RigctlError:
+        return None  # on its way: staging and verification say so themselves
+    changed = [name for name, was in ran_as.get("checkpoints", {}).items() if now.get(name) != was]
+    return f"{', '.join(changed)} replaced" if changed else None
+
+
+def _edited(specification: Specification, unit: dict[str, str]) -> list[str]:
+    """Files that change the unit and are not as deployed."""
+    path = UNITS / specification.unit
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return [f"{path} is missing"]
+    edited = [] if digest == specification.unit_digest else [str(path)]
+    return edited + unit["DropInPaths"].split()
+
+
+def _remarks(
+    specification: Specification,
+    unit: dict[str, str],
+    ran_as: dict[str, Any] | None,
+    watch: dict[str, Any],
+    ended: dict[str, Any] | None,
+) -> Iterator[str]:
+    if why := _stale(specification, ran_as):
+        yield f"STALE: {why} since it was started; `systemctl restart` takes it over"
+    drafter = (ran_as or {}).get("prechecks", {}).get("drafter fits", "no drafter")
+    if drafter != "no drafter":
+        yield f"drafter {drafter}"
+    if edited := _edited(specification, unit):
+        yield f"EDITED BY HAND: {', '.join(edited)}; deploy again, or move the change to inventory/serving.yaml"
+    if unit["NeedDaemonReload"] == "yes":
+        yield "systemd has not read its unit again; deploy again or `systemctl daemon-reload`"
+    if watch.get("below_floor"):
+        yield (
+            f"acceptance length {watch['acceptance_length']} is below {watch['acceptance_floor']}: "
+            "slower than without a drafter"
+        )
+    if watch.get("own_rate") is not None:
+        yield f"the engine's own rate {watch['own_rate']:.2f} is {watch['own_rate_is']}"
+    if unit["ActiveState"] in ("active", "activating") and (causes := failures(specification)):
+        yield f"restarted after: {causes[-1]}"
+    for name, outcome in ((ran_as or {}).get("prechecks") or {}).items():
+        if outcome.startswith(WARNING):
+            yield f"{name}: {outcome.removeprefix(WARNING)}"
+    if opened := ((ran_as or {}).get("proved", {}).get("routes") or {}).get("open_without_key"):
+        more = f" and {len(opened) - SHOWN_ROUTES} more (`rigctl status --json`)" if len(opened) > SHOWN_ROUTES else ""
+        yield f"open without the API key: {', '.join(opened[:SHOWN_ROUTES])}{more}"
+    if ended and unit["ActiveState"] == "failed":
+        yield from (f"| {line}" for line in ended.get("last_words", []))
+    if ended and ended.get("left"):
+        yield from ended["left"]
+
+
+def talk(arguments: argparse.Namespace) -> int:
+    """Send one chat completion and print the answer. Raises RigctlError when nothing is active or it fails."""
+    specification = named(arguments.configuration) if arguments.configuration else active()
+    engine = Engine(specification, api_key())
+    try:
+        before = engine.speculation() if specification.speculation else None
+        begun = time.monotonic()
+        message = engine.chat(
+            [{"role": "user", "content": arguments.prompt}], max_tokens=arguments.max_tokens, temperature=None
+        )["message"]
+        seconds = time.monotonic() - begun
+        after = engine.speculation() if specification.speculation else None
+    except requests.RequestException as error:
+        raise RigctlError(f"{specification.name} does not answer: {error}; see `rigctl status`") from None
+    counted = after.since(before) if after and before else None
+    answer = {
+        "configuration": specification.name,
+        "content": message.get("content") or "",
+        "reasoning": reasoning_of(message),
+        "seconds": round(seconds, 3),
+        "drafted": counted.drafted if counted else None,
+        "accepted": counted.accepted if counted else None,
+        "acceptance_length": counted.acceptance_length if counted else None,
+    }
+    print(json.dumps(answer) if arguments.json else _text(answer))
+    return 0
+
+
+def _text(answer: dict[str, Any]) -> str:
+    lines = [answer["content"].strip(), "", f"{answer['configuration']}, {answer['seconds']:.2f} s"]
+    if answer["drafted"]:
+        share = 100 * answer["accepted"] / answer["drafted"]
+        lines[-1] += (
+            f"; {answer['accepted']} of {answer['drafted']} drafted tokens accepted ({share:.0f} %), "
+            f"acceptance length {answer['acceptance_length']:.2f}"
+        )
+    return "\n".join(lines)
+
+
+def active() -> Specification:
+    """The configuration that serves. Raises RigctlError when none does."""
+    for specification in installed():
+        if properties(specification.unit, ["ActiveState"])["ActiveState"] == "active":
+            return specification
+    raise RigctlError("no configuration is active; start one with `systemctl start kimi-<configuration>`")

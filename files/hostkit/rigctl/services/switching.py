@@ -1,0 +1,150 @@
+"""`rigctl switch`, `logs`, `fallback`: from one configuration to another, and back when that fails."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import time
+from contextlib import suppress
+from typing import Any
+
+import requests
+
+from rigctl.cli import RigctlError
+from rigctl.services.status import FALLBACK, active, row
+from rigctl.services.systemd import properties, systemctl
+from rigctl.supervisor.ended import boot_id
+from rigctl.supervisor.engine_client import Engine, api_key
+from rigctl.supervisor.specification import Specification, installed, named, read_json, write_json
+
+# A start that follows a stop within this time has displaced what was stopped.
+DISPLACED_SECONDS = 15
+IDLE_POLL_SECONDS = 2
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    switch = subparsers.add_parser("switch", help="start a configuration, stop those in its way, show the load")
+    switch.add_argument("name")
+    switch.set_defaults(run=lambda arguments: switch_to(named(arguments.name)))
+    restart = subparsers.add_parser("restart", help="restart a configuration that runs, so that it takes a deploy over")
+    restart.add_argument("name")
+    restart.add_argument("--when-idle", action="store_true", help="wait until no request runs")
+    restart.set_defaults(run=lambda arguments: restart_unit(named(arguments.name), when_idle=arguments.when_idle))
+    logs = subparsers.add_parser("logs", help="the journal of a configuration, or the log file of one of its runs")
+    logs.add_argument("name", nargs="?", help="default: the one that is active")
+    logs.add_argument("-f", "--follow", action="store_true")
+    # Not `run`: that is the subcommand's own function.
+    logs.add_argument("--run", dest="number", type=int, metavar="N", help="the N-th last run's file; 1 is the last")
+    logs.set_defaults(run=show_logs)
+    fallback = subparsers.add_parser("fallback", help="go back to the last accepted configuration (used by systemd)")
+    fallback.add_argument("name")
+    fallback.set_defaults(run=lambda arguments: fall_back(named(arguments.name)))
+
+
+def switch_to(specification: Specification) -> int:
+    """Start it and follow its load. Raises RigctlError with the cause when it is not accepted."""
+    FALLBACK.unlink(missing_ok=True)
+    begun = time.time()
+    starting = subprocess.Popen(["systemctl", "start", specification.unit], stderr=subprocess.PIPE, text=True)
+    shown = ""
+    while starting.poll() is None:
+        text = properties(specification.unit, ["StatusText"])["StatusText"]
+        if text and text.split("(")[0] != shown.split("(", maxsplit=1)[0]:
+            print(text, flush=True)
+            shown = text
+        time.sleep(0.5)
+    if starting.returncode == 0:
+        print(f"{specification.name} serves on {specification.base_url}: {row(specification)['status']}")
+        return 0
+    ended = read_json(specification.state / "ended.json") or {}
+    fresh = ended.get("at", 0) >= begun
+    told = starting.stderr.read().strip() if starting.stderr else ""
+    cause = ended.get("cause") if fresh and ended.get("cause") else f"{row(specification)['status']} ({told})"
+    went_back = _await_fallback(specification.name, begun)
+    raise RigctlError(f"{specification.name} does not serve: {cause}{went_back}")
+
+
+def _await_fallback(name: str, since: float) -> str:
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        record = read_json(FALLBACK) or {}
+        if record.get("failed") == name and record.get("at", 0) >= since:
+            return f"; {record['outcome']}"
+        time.sleep(0.2)
+    return ""
+
+
+def restart_unit(specification: Specification, *, when_idle: bool) -> int:
+    """Restart it if it still runs; 0 also when it was stopped meanwhile."""
+    engine = Engine(specification, api_key())
+    while properties(specification.unit, ["ActiveState"])["ActiveState"] == "active":
+        with suppress(requests.RequestException):
+            now = engine.metrics()
+            if not when_idle or now.running + now.waiting == 0:
+                systemctl("restart", specification.unit)
+                return 0
+        time.sleep(IDLE_POLL_SECONDS)
+    print(f"{specification.name} does not run any more: nothing to restart")
+    return 0
+
+
+def show_logs(arguments: argparse.Namespace) -> int:
+    """Show the journal or one run's file. Raises RigctlError when there is none."""
+    specification = named(arguments.name) if arguments.name else active()
+    if arguments.number is None:
+        follow = ["-f"] if arguments.follow else ["--no-pager"]
+        return subprocess.call(["journalctl", "-u", specification.unit, "-n", "200", *follow])
+    runs = sorted(specification.logs.glob("*.log"), reverse=True)
+    if not 1 <= arguments.number <= len(runs):
+        raise RigctlError(f"{specification.logs} has {len(runs)} runs; --run takes 1 (the last) to {len(runs)}")
+    follow = ["-f"] if arguments.follow else []
+    return subprocess.call(["tail", "-n", "+1", *follow, str(runs[arguments.number - 1])])
+
+
+def fall_back(failed: Specification) -> int:
+    """Start what `failed` displaced, once; nothing when it displaced nothing or was itself started by a fallback."""
+    ended = read_json(failed.state / "ended.json") or {}
+    outcome = _outcome(failed, ended)
+    if outcome is None:
+        print(f"{failed.name}: nothing to go back to")
+        return 0
+    back, text = outcome
+    record = {"at": time.time(), "failed": failed.name, "cause": _why(failed, ended), "outcome": text}
+    FALLBACK.parent.mkdir(parents=True, exist_ok=True)
+    write_json(FALLBACK, {**record, "to": back})
+    print(f"{failed.name}: {text}", flush=True)
+    if back is not None:
+        systemctl("start", "--no-block", named(back).unit)
+    return 0
+
+
+def _outcome(failed: Specification, ended: dict[str, Any]) -> tuple[str | None, str] | None:
+    if ended.get("accepted"):
+        return None  # it crashed in service; that is for the operator
+    last = read_json(FALLBACK) or {}
+    accepted = (read_json(failed.state / "accepted.json") or {}).get("at", 0)
+    if last.get("to") == failed.name and accepted < last["at"]:
+        return None, f"{failed.name}, to which it had gone back, is not accepted either: nothing serves"
+    back = _displaced(failed)
+    return (back, f"{back} is started again") if back else None
+
+
+def _displaced(failed: Specification) -> str | None:
+    """The configuration that was accepted last among those stopped just before `failed` was started.
+
+    On the monotonic clock: between the two the other one may be set.
+    """
+    unit = properties(failed.unit, ["InactiveExitTimestampMonotonic"])
+    began = int(unit["InactiveExitTimestampMonotonic"] or 0) / 1e6
+    candidates: list[tuple[float, str]] = []
+    for other in installed():
+        boot, stopped = (read_json(other.state / "ended.json") or {}).get("since_boot", ["", 0.0])
+        accepted = (read_json(other.state / "accepted.json") or {}).get("at", 0)
+        displaced = boot == boot_id() and began - DISPLACED_SECONDS < stopped <= began + 1
+        if other.name != failed.name and accepted and displaced:
+            candidates.append((accepted, other.name))
+    return max(candidates)[1] if candidates else None
+
+
+def _why(failed: Specification, ended: dict[str, Any]) -> str:
+    return str(ended.get("cause") or row(failed)["status"])

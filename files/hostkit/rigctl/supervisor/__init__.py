@@ -1,0 +1,1 @@
+"""The main process of a serving unit: checks, start, load progress, acceptance, watchdog, end."""

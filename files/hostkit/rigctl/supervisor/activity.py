@@ -1,0 +1,137 @@
+"""Is an engine that says nothing still at work? Processor time, I/O and GPU memory of the unit's processes tell.
+
+February's loads were declared dead twice while they were alive; a hung collective, on the other hand, spins at full
+speed. So lines, I/O and GPU memory are proof of progress, and processor time alone is believed for a limited time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rigctl.supervisor.specification import Limits
+
+PROC = Path("/proc")
+# cgroups(7): hierarchy:controllers:path; systemd puts a unit's processes into a group of the unit's name.
+IN_UNIT = re.compile(r"/kimi-[^/\n]*\.service$", re.MULTILINE)
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def members(proc: Path = PROC) -> list[int]:
+    """The rest of this process's serving unit: the engine with all its descendants, re-parented or not.
+
+    Outside a serving unit none: such a control group is not ours.
+    """
+    mine = _group(proc / "self")
+    if mine is None or not IN_UNIT.search(mine):
+        return []
+    pids = [int(entry.name) for entry in proc.iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if pid != os.getpid() and _group(proc / str(pid)) == mine]
+
+
+def _group(process: Path) -> str | None:
+    try:
+        return (process / "cgroup").read_text()
+    except OSError:
+        return None
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What processes have used so far, by pid: (processor seconds, bytes read and written); and GPU memory in MiB."""
+
+    used: Mapping[int, tuple[float, int]]
+    gpu_mib: int | None = None
+
+    def since(self, before: Activity) -> tuple[float, int]:
+        """Processor seconds and bytes since `before`; a process that is gone by now counts nothing."""
+        cpu, moved = 0.0, 0
+        for pid, (seconds, size) in self.used.items():
+            earlier = before.used.get(pid, (0.0, 0))
+            cpu += max(0.0, seconds - earlier[0])
+            moved += max(0, size - earlier[1])
+        return cpu, moved
+
+
+def measure(pids: Sequence[int], gpus: Sequence[int], proc: Path = PROC) -> Activity:
+    """Read the activity of `pids` now."""
+    used: dict[int, tuple[float, int]] = {}
+    for pid in pids:
+        try:
+            fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
+            io = dict(line.split(": ") for line in (proc / str(pid) / "io").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        # stat(5): utime and stime. read_bytes has what a mapped file was paged in, rchar what came from the page cache.
+        size = sum(int(io.get(key, 0)) for key in ("rchar", "wchar", "read_bytes"))
+        used[pid] = ((int(fields[11]) + int(fields[12])) / _TICKS, size)
+    memory = gpu_memory(gpus)
+    return Activity(used, sum(memory.values()) if memory else None)
+
+
+def gpu_memory(gpus: Sequence[int]) -> dict[int, int]:
+    """MiB in use on each of `gpus`; empty where no GPU is claimed or nvidia-smi does not answer."""
+    if not gpus:
+        return {}
+    rows = nvidia_smi("--query-gpu=index,memory.used")
+    return {int(row[0]): int(row[1]) for row in rows if row[1].isdigit() and int(row[0]) in gpus}
+
+
+def nvidia_smi(query: str) -> list[list[str]]:
+    """Rows of an nvidia-smi query; none where there is no nvidia-smi or it fails."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+
+class Patience:
+    """Decides when a load has stopped making progress. Times in seconds of a clock that no one can set."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits, self._clock = limits, clock
+        self._proof = self._life = clock()
+        self._news = 0
+        self._last: tuple[float, Activity] | None = None
+
+    def heard(self, news: int) -> None:
+        """The engine's log has brought `news` new things so far."""
+        if news != self._news:
+            self._news = news
+            self._proof = self._life = self._clock()
+
+    def observe(self, activity: Activity) -> None:
+        """One sample of what the engine's processes have used."""
+        now = self._clock()
+        if self._last is not None:
+            then, before = self._last
+            cpu, moved = activity.since(before)
+            gpu = abs((activity.gpu_mib or 0) - (before.gpu_mib or 0))
+            if moved >= self._limits.io_mib * 2**20 or gpu >= self._limits.gpu_step_mib:
+                self._proof = self._life = now
+            elif cpu >= self._limits.busy_share * (now - then):
+                self._life = now
+        self._last = (now, activity)
+
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since the last proof of progress."""
+        return self._clock() - self._proof
+
+    def verdict(self) -> str | None:
+        """Why the load counts as stuck; None while it does not."""
+        now = self._clock()
+        if now - self._life > self._limits.no_progress_minutes * 60:
+            minutes = self._limits.no_progress_minutes
+            return f"no progress for {minutes:g} min: no new log line, no processor time, I/O or GPU memory"
+        if now - self._proof > self._limits.busy_only_minutes * 60:
+            minutes = self._limits.busy_only_minutes
+            return f"no progress for {minutes:g} min: processor time, but no new log line, I/O or GPU memory"
+        return None

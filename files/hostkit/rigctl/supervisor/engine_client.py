@@ -1,0 +1,231 @@
+"""Talking to an engine: chat completions and the counters of speculation."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+from prometheus_client.parser import text_string_to_metric_families
+
+from rigctl.cli import RigctlError
+from rigctl.supervisor.specification import Specification
+
+CREDENTIAL = Path("/etc/kimi-rig/credentials/api-key")
+
+
+def api_key() -> str | None:
+    """The engine's API key: systemd's credential inside a unit, root's file elsewhere, or none.
+
+    Raises RigctlError for what no HTTP header can carry.
+    """
+    directory = os.environ.get("CREDENTIALS_DIRECTORY")
+    path = Path(directory) / "api-key" if directory else CREDENTIAL
+    try:
+        key = path.read_bytes().strip()
+    except OSError:
+        return None
+    if not re.fullmatch(rb"[\x21-\x7e]*", key):
+        raise RigctlError(f"the API key in {CREDENTIAL} is not one line of plain characters: deploy again")
+    return key.decode() or None
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Counters since the engine started. drafts: steps with a draft; drafted, accepted: tokens, bonus not counted."""
+
+    drafts: int
+    drafted: int
+    accepted: int
+
+    def since(self, before: Speculation) -> Speculation:
+        """What happened between two readings."""
+        return Speculation(self.drafts - before.drafts, self.drafted - before.drafted, self.accepted - before.accepted)
+
+    def plus(self, more: Speculation) -> Speculation:
+        """Both together."""
+        return Speculation(self.drafts + more.drafts, self.drafted + more.drafted, self.accepted + more.accepted)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens a step yields: 1 + accepted drafts a step. None before the first step."""
+        return 1 + self.accepted / self.drafts if self.drafts else None
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted share of the drafted tokens, 0 to 1."""
+        return self.accepted / self.drafted if self.drafted else None
+
+
+class Engine:
+    """One engine's HTTP interface. Every call raises requests.RequestException when it is not answered."""
+
+    def __init__(self, specification: Specification, key: str | None = None) -> None:
+        self.specification = specification
+        self.listening = False  # whether `ready` has seen it answer at all
+        self._session = requests.Session()
+        self._session.trust_env = False  # no proxy stands between rigctl and this machine
+        if key:
+            self._session.headers["Authorization"] = f"Bearer {key}"
+
+    def models(self, timeout: float = 5) -> list[str]:
+        """Names of the served models."""
+        return [entry["id"] for entry in self._get("/v1/models", timeout).json()["data"]]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int = 128,
+        temperature: float | None = 0,
+        timeout: float = 300,
+        **more: Any,
+    ) -> dict[str, Any]:
+        """One chat completion; the first choice of the answer, with its message."""
+        body = {"model": self.specification.model, "messages": list(messages), "max_tokens": max_tokens, **more}
+        if temperature is not None:
+            body["temperature"] = temperature
+        response = self._session.post(f"{self.specification.base_url}/v1/chat/completions", json=body, timeout=timeout)
+        response.raise_for_status()
+        choice: dict[str, Any] = response.json()["choices"][0]
+        return choice
+
+    def ready(self, timeout: float = 5) -> bool:
+        """Whether the engine says of itself that it is up: it has a model list and /health is not 503.
+
+        SGLang opens its port before its warm-up is over and answers 503 until then (http_server.py, /health).
+        """
+        try:
+            self.models(timeout)
+            self.listening = True
+            return self._get("/health", max(timeout, 25)).ok
+        except (requests.RequestException, ValueError, KeyError):
+            return False
+
+    def speculation(self, timeout: float = 5) -> Speculation | None:
+        """The counters of speculation; None where the engine exports none (no drafter, or gauges only)."""
+        return self.metrics(timeout).speculation
+
+    def metrics(self, timeout: float = 5) -> Metrics:
+        """The engine's counters and gauges now."""
+        text = self.metrics_text(timeout)
+        return read_metrics(self.specification.engine, text, self.specification.speculation or {})
+
+    def metrics_text(self, timeout: float = 5) -> str:
+        """/metrics as it stands."""
+        return self._get("/metrics", timeout).text
+
+    def routes(self, timeout: float = 10) -> dict[str, str]:
+        """Path -> methods of the routes that /openapi.json lists, {parameters} filled in; empty without one."""
+        try:
+            paths = self._get("/openapi.json", timeout).json()["paths"]
+            methods = {path: ", ".join(sorted(name.upper() for name in found)) for path, found in paths.items()}
+        except (requests.RequestException, ValueError, KeyError, AttributeError):
+            return {}
+        return {re.sub(r"\{[^}]*\}", "x", path): names for path, names in methods.items()}
+
+    def status_of(self, method: str, path: str, timeout: float = 5) -> int:
+        """HTTP status of a request with an empty JSON body; connection errors raise requests.RequestException."""
+        body: dict[str, str] | None = {} if method == "POST" else None
+        url = self.specification.base_url + path
+        response = self._session.request(method, url, json=body, timeout=timeout, allow_redirects=False, stream=True)
+        response.close()
+        return response.status_code
+
+    def completion(self, prompt: str, *, timeout: float = 300, **parameters: Any) -> dict[str, Any]:
+        """The whole answer to one user message, with its usage."""
+        body = {"model": self.specification.model, "messages": [{"role": "user", "content": prompt}], **parameters}
+        response = self._session.post(f"{self.specification.base_url}/v1/chat/completions", json=body, timeout=timeout)
+        response.raise_for_status()
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def post(self, path: str, content: Mapping[str, Any] | None = None, *, timeout: float) -> None:
+        """POST, such as start_profile, without a body or with JSON."""
+        url = f"{self.specification.base_url}/{path}"
+        self._session.post(url, json=content, timeout=timeout).raise_for_status()
+
+    def _get(self, path: str, timeout: float) -> requests.Response:
+        response = self._session.get(self.specification.base_url + path, timeout=timeout)
+        response.raise_for_status()
+        return response
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What an engine's /metrics says, in one vocabulary.
+
+    running, waiting: requests. pulse: numbers that change while any request makes progress; SGLang counts tokens only
+    when a request ends, its gauges move before that.
+    own_rate, own_length: the engine's own gauges, comparable only with their definition (acceptance_rates.py).
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pulse: tuple[float, ...] = ()
+    speculation: Speculation | None = None
+    own_rate: float | None = None
+    own_length: float | None = None
+
+
+_NAMES = {
+    "vllm": {
+        "running": ["vllm:num_requests_running"],
+        "waiting": ["vllm:num_requests_waiting"],
+        "pulse": ["vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:kv_cache_usage_perc"],
+        "drafts": ["vllm:spec_decode_num_drafts_total"],
+        "drafted": ["vllm:spec_decode_num_draft_tokens_total"],
+        "accepted": ["vllm:spec_decode_num_accepted_tokens_total"],
+    },
+    "sglang": {
+        "running": ["sglang:num_running_reqs"],
+        "waiting": ["sglang:num_queue_reqs"],
+        "pulse": [
+            "sglang:prompt_tokens_total",
+            "sglang:generation_tokens_total",
+            "sglang:gen_throughput",
+            "sglang:num_used_tokens",
+        ],
+        "drafts": ["sglang:spec_verify_calls_total"],
+        "generated": ["sglang:generation_tokens_total"],
+        "requests": ["sglang:num_requests_total"],
+        "own_rate": ["sglang:spec_accept_rate"],
+        "own_length": ["sglang:spec_accept_length"],
+    },
+}
+
+
+def read_metrics(engine: str, text: str, speculation: Mapping[str, Any]) -> Metrics:
+    """Read the Prometheus text of one engine. speculation: the configuration's, for SGLang's number of draft tokens."""
+    names = _NAMES[engine]
+    wanted = tuple({name for listed in names.values() for name in listed})
+    kept = "\n".join(line for line in text.splitlines() if line.startswith(wanted))
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(kept + "\n"):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0) + sample.value
+    value = {key: sum(found[name] for name in listed if name in found) for key, listed in names.items()}
+    present = {key for key, listed in names.items() if any(name in found for name in listed)}
+    counted = None
+    if engine == "vllm" and present >= {"drafts", "drafted", "accepted"}:
+        counted = Speculation(int(value["drafts"]), int(value["drafted"]), int(value["accepted"]))
+    elif engine == "sglang" and "drafts" in present:
+        # A request's first token comes from its prefill, and each verification yields one token beside the accepted
+        # ones (SGLang 0.5.23, metrics_collector.py, batch_result_processor.py). Requests count when they end.
+        steps = int(value["drafts"])
+        accepted = max(0, int(value["generated"] - value["requests"]) - steps)
+        counted = Speculation(steps, steps * (int(speculation.get("draft_tokens") or 4) - 1), accepted)
+    # SGLang 0.5.16 exports its gauges of speculation as 0 when there is none.
+    own = present & {"own_rate", "own_length"} if speculation else set()
+    return Metrics(
+        running=int(value["running"]),
+        waiting=int(value["waiting"]),
+        pulse=tuple(found.get(name, 0) for name in names["pulse"]),
+        speculation=counted,
+        own_rate=value["own_rate"] if "own_rate" in own else None,
+        own_length=value["own_length"] if "own_length" in own else None,
+    )

@@ -1,0 +1,152 @@
+"""An engine's output: passed on to the journal, kept in one file a run, read for phase and progress."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from rigctl.supervisor.load_phases import Phases
+
+HARMLESS = "[harmless] "
+_ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): |^CUDA error|^Subprocess \S+ .*crashed")
+# SGLang 0.5.16: once a process of its own has died it waits five seconds and then kills its whole tree with SIGKILL.
+_STAMP = re.compile(r"^\[[^]]*\d\d:\d\d:\d\d[^]]*\] ")
+_CHILD = re.compile(r"[Ss]igquit from a child process|SIGQUIT received\.|Subprocess \S+ .*crashed")
+_LONGEST = 16384  # bytes of one line; the rest goes to the next
+
+
+class EngineLog:
+    """Follows one engine's output on a thread of its own, so that a slow reader never holds the engine up for long.
+
+    news counts lines of a kind not seen before and changes of phase: what a stuck engine repeats is no progress.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        harmless: Sequence[str],
+        secret: str | None,
+        file: RunFile,
+        journal: BinaryIO | None = None,
+    ) -> None:
+        self.phase = "starting the engine"
+        self.news = 0
+        self.last_words: deque[str] = deque(maxlen=5)
+        self.last_error: str | None = None
+        self.child_failed = False
+        self._phases, self._harmless, self._file = phases, harmless, file
+        self._secret = secret.encode() if secret else None
+        self._journal = journal or sys.stdout.buffer
+        self._kinds: set[str] = set()
+        self._thread: threading.Thread | None = None
+
+    def follow(self, descriptor: int) -> None:
+        """Read from `descriptor` until its end."""
+        self._thread = threading.Thread(target=self._pump, args=(descriptor,), daemon=True)
+        self._thread.start()
+
+    def catch_up(self, seconds: float = 0.5) -> None:
+        """Let what an ended engine wrote last be read; a child of it that lives on may hold the pipe open."""
+        if self._thread:
+            self._thread.join(seconds)
+
+    def finish(self) -> None:
+        """Wait briefly for what the engine wrote last."""
+        if self._thread:
+            self._thread.join(1)
+        self._file.close()
+
+    def _pump(self, descriptor: int) -> None:
+        rest = b""
+        while chunk := os.read(descriptor, 65536):
+            *lines, rest = re.split(rb"(?<=[\r\n])", rest + chunk)
+            for line in lines:
+                self._line(line)
+            if len(rest) > _LONGEST:
+                self._line(rest + b"\n")
+                rest = b""
+        if rest:
+            self._line(rest + b"\n")
+        os.close(descriptor)
+
+    def _line(self, raw: bytes) -> None:
+        if self._secret:
+            raw = raw.replace(self._secret, b"***")
+        text = raw.decode(errors="replace").rstrip()
+        if not text:
+            return
+        harmless = any(mark in text for mark in self._harmless)
+        self._notice(text, harmless)
+        # A progress bar redraws itself with carriage returns: it is shown as the phase.
+        if raw.endswith(b"\r"):
+            return
+        shown = (HARMLESS + text if harmless else text).encode()
+        self._file.write(shown + b"\n")
+        try:
+            # sd-daemon(3): a line's priority, debug here.
+            self._journal.write((b"<7>" if harmless else b"") + shown + b"\n")
+            self._journal.flush()
+        except OSError:
+            pass  # the journal is gone; the engine must not stop for it
+
+    def _notice(self, text: str, harmless: bool) -> None:
+        if phase := self._phases.of(text):
+            self.news += phase != self.phase
+            self.phase = phase
+        kind = re.sub(r"\d+", "#", text)[:120]
+        if kind not in self._kinds and len(self._kinds) < 10000:
+            self._kinds.add(kind)
+            self.news += 1
+        if not harmless:
+            self.last_words.append(text[:300])
+            bare = _STAMP.sub("", text)
+            self.child_failed |= bool(_CHILD.search(bare))
+            if _ERROR.match(bare):
+                self.last_error = bare[:200]
+
+
+class RunFile:
+    """The log file of one run. It ends early, and says so, when the disk is full or it is long enough."""
+
+    def __init__(self, directory: Path, kept: int, limit_mib: int) -> None:
+        self.problem: str | None = None
+        self._left = limit_mib << 20
+        self._file: BinaryIO | None = None
+        stamp = time.strftime("%Y-%m-%dT%H-%M-%S")
+        self.path = directory / f"{stamp}-{os.getpid()}.log"
+        try:
+            for old in sorted(directory.glob("*.log"))[: -(kept - 1) or None]:
+                old.unlink()
+            self._file = self.path.open("wb", buffering=0)
+        except OSError as error:
+            self._give_up(error.strerror or type(error).__name__)
+
+    def write(self, line: bytes) -> None:
+        """Append one line, or nothing once the file has ended."""
+        if self._file is None:
+            return
+        try:
+            self._left -= self._file.write(line) or 0
+        except OSError as error:
+            self._give_up(error.strerror or type(error).__name__)
+        else:
+            if self._left <= 0:
+                self._give_up("it has reached its size")
+
+    def close(self) -> None:
+        """End the file; further lines go nowhere."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _give_up(self, why: str) -> None:
+        self.problem = f"{self.path} ends early ({why}); the journal goes on"
+        print(self.problem, flush=True)
+        self.close()

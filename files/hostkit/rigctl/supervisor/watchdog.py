@@ -1,0 +1,136 @@
+"""After the start: is the engine alive, and does its drafter pay?
+
+One slow answer says nothing (a long prefill holds everything up), so an engine counts as frozen only when for a long
+time neither a question of ours was answered nor any counter moved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import requests
+
+from rigctl.supervisor.acceptance_rates import definition
+from rigctl.supervisor.engine_client import Engine, Metrics, Speculation
+from rigctl.supervisor.measurement_pause import is_measured
+from rigctl.supervisor.readiness import degenerate, reason, reasoning_of
+
+QUESTION = [{"role": "user", "content": "Say: ready."}]
+TOKENS = 16
+NOTHING = Speculation(0, 0, 0)
+
+
+class Watch:
+    """Asks one engine, round by round, and remembers when it last showed life."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine, self._clock = engine, clock
+        self._limits = engine.specification.limits
+        self._alive = clock()
+        self.errors: list[str] = []
+        self._pulse: tuple[float, ...] = ()
+        self._window: Speculation | None = None
+        self._own = NOTHING  # what our own questions did to the counters since the window began
+        self.answered_seconds: float | None = None
+        self.acceptance_length: float | None = None
+        self.own_rate: float | None = None
+
+    def round(self) -> None:
+        """Ask once, or only look while a benchmark measures. Takes as long as an answer may take; `verdict` is next."""
+        asking = not is_measured(self._engine.specification)
+        before = self._metrics() if asking else None
+        problem = self._ask() if asking else None
+        after = self._metrics()
+        if after is not None:
+            if after.pulse != self._pulse:
+                # Somebody's request makes progress: what ours met was a full queue.
+                self._alive = self._clock()
+                if problem and "degenerate" not in problem:
+                    problem = None
+            self._pulse = after.pulse
+            self._count(before, after)
+        self.errors = [*self.errors, problem] if problem else []
+
+    def _ask(self) -> str | None:
+        begun = self._clock()
+        try:
+            choice = self._engine.chat(QUESTION, max_tokens=TOKENS, timeout=self._limits.watch_answer_seconds)
+        except requests.Timeout:
+            self.answered_seconds = None
+            return None  # slow or frozen: time will tell
+        except (requests.RequestException, ValueError, KeyError, IndexError) as error:
+            self.answered_seconds = None
+            return reason(error) if isinstance(error, requests.RequestException) else f"no chat completion: {error!r}"
+        self.answered_seconds = self._clock() - begun
+        message = choice["message"]
+        texts = (reasoning_of(message), message.get("content") or "")
+        bad = next(filter(None, (degenerate(text, self._limits) for text in texts)), None)
+        if bad:
+            return f"a degenerate answer: {bad}"
+        self._alive = self._clock()
+        return None
+
+    def _metrics(self) -> Metrics | None:
+        try:
+            return self._engine.metrics()
+        except requests.RequestException:
+            return None
+
+    def _count(self, before: Metrics | None, after: Metrics) -> None:
+        self.own_rate = after.own_rate
+        now = after.speculation
+        if now is None:
+            self.acceptance_length = after.own_length or None
+            return
+        if self._window is None or now.drafts < self._window.drafts:
+            self._window, self._own = now, NOTHING
+        ours = now.since(before.speculation) if before and before.speculation else NOTHING
+        if ours.drafts <= TOKENS:  # nobody else's steps in between: leave them out
+            self._own = self._own.plus(ours)
+        others = now.since(self._window).since(self._own)
+        if others.drafts >= self._limits.window_drafts:
+            self.acceptance_length = others.acceptance_length
+            self._window, self._own = now, NOTHING
+
+    @property
+    def below_floor(self) -> bool:
+        """Whether the drafter costs more than it brings."""
+        length = self.acceptance_length
+        return length is not None and length < self._engine.specification.acceptance_floor
+
+    def verdict(self) -> str | None:
+        """Why the engine must be restarted; None while it is alive."""
+        if len(self.errors) >= self._limits.errors_in_a_row:
+            return f"{len(self.errors)} times in a row it gave no good answer, the last: {self.errors[-1]}"
+        silent = self._clock() - self._alive
+        if silent > self._limits.frozen_minutes * 60:
+            return f"frozen: for {silent:.0f} s no answer came and no counter moved"
+        return None
+
+    def text(self) -> str:
+        """One line for the unit's status."""
+        if self.errors:
+            return f"serving, but it gave no good answer last: {self.errors[-1]}"
+        if self.answered_seconds is None:
+            return f"serving; slow: no answer within {self._limits.watch_answer_seconds:g} s, watching"
+        line = f"serving; answered in {self.answered_seconds:.2f} s"
+        if self.acceptance_length is None:
+            return line
+        line += f"; acceptance length {self.acceptance_length:.2f}"
+        floor = self._engine.specification.acceptance_floor
+        return line + (f", BELOW {floor:g}: slower than without a drafter" if self.below_floor else "")
+
+    def report(self) -> dict[str, Any]:
+        """The same for other programs."""
+        specification = self._engine.specification
+        return {
+            "answered_seconds": self.answered_seconds and round(self.answered_seconds, 3),
+            "errors": self.errors,
+            "acceptance_length": self.acceptance_length and round(self.acceptance_length, 3),
+            "acceptance_floor": specification.acceptance_floor if specification.speculation else None,
+            "below_floor": self.below_floor,
+            "own_rate": self.own_rate,
+            "own_rate_is": definition(specification.rate_counts_bonus) if self.own_rate is not None else None,
+        }

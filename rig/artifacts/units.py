@@ -1,0 +1,276 @@
+"""Serving units: a catalogue entry and the host's settings in, a unit file and a run specification out. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import Environment as Jinja
+from jinja2 import FileSystemLoader, StrictUndefined
+
+from rig.artifacts.kernel_orders import toolkit
+from rig.catalog.entries import ROOT, Configuration
+from rig.host.settings import HostSettings
+from rig.plan.command_lines import command_line, served_model_name
+from rig.plan.host_plan import HostPlan, canonical_digest
+from rigctl.contract import layout
+
+_JINJA = Jinja(
+    loader=FileSystemLoader(ROOT / "templates"),
+    undefined=StrictUndefined,
+    keep_trailing_newline=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    autoescape=False,  # noqa: S701  # unit files, not HTML; quoting is systemd's, by the filter below
+)
+
+
+def systemd_quote(word: str) -> str:
+    r"""One word of ExecStart= or Environment=, quoted so that systemd passes on exactly `word`.
+
+    Escapes %, $ (as %% and $$), backslash, quotes and control characters (systemd.syntax(7), systemd.service(5)).
+    """
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    escaped = "".join(f"\\x{ord(c):02x}" if ord(c) < 0x20 or ord(c) == 0x7F else c for c in escaped)
+    return f'"{escaped}"' if escaped != word or not word or set(word) & set(" '\";") else word
+
+
+def systemd_assignment(name: str, value: str) -> str:
+    """NAME=value for Environment=, where $ has no special meaning (systemd.exec(5))."""
+    return systemd_quote(f"{name}={value}").replace("$$", "$")
+
+
+def one_line(text: str) -> str:
+    """A description for Description=: % doubled, all white space a blank, nothing that continues the line."""
+    return " ".join(text.split()).replace("%", "%%").rstrip("\\")
+
+
+# Processes of one engine talk over loopback: nothing of theirs listens elsewhere, and the unit's address filter holds.
+# NCCL, Gloo and vLLM otherwise take the first interface that is not loopback (NCCL_SOCKET_IFNAME in NCCL's manual).
+ONE_HOST = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+
+_JINJA.filters["systemd_quote"] = systemd_quote
+
+
+def run_specification(plan: HostPlan, name: str) -> dict[str, Any]:
+    """What `rigctl serve` needs besides the engine's argv, which the unit carries. The digest covers both."""
+    configuration = plan.serving[name]
+    release = plan.environments[configuration.release].release
+    at = plan.locations(configuration)
+    speculation = configuration.speculation
+    specification: dict[str, Any] = {
+        "name": name,
+        "description": configuration.description,
+        "engine": release.engine,
+        "release": configuration.release,
+        "host": configuration.listen.host,
+        "port": configuration.listen.port,
+        "model": served_model_name(configuration, at),
+        "tool_call_parser": configuration.tool_call_parser,
+        "reasoning_parser": configuration.reasoning_parser,
+        "api_key": plan.data.api_key_file is not None,
+        "gpus": configuration.gpus,
+        "target_path": at.target,
+        "drafter_path": at.drafter,
+        "environment_path": plan.environments[configuration.release].path,
+        "series": plan.environments[configuration.release].series_on_host,
+        "speculation": None
+        if speculation is None
+        else {
+            "drafter": speculation.drafter,
+            "steps": speculation.steps,
+            "draft_tokens": speculation.draft_tokens or speculation.steps + 1,
+            "break_even_length": speculation.break_even_length,
+        },
+        "checkpoints": used_checkpoints(plan, configuration),
+        "harmless_log": list(release.harmless_log),
+        "drain": release.drain,
+        "rate_counts_bonus": release.rate_counts_bonus,
+        "limits": plan.data.supervision.model_dump(exclude={"shared_memory"}),
+        # The unit carries argv, environment and sandbox.
+        "unit_digest": hashlib.sha256(unit_file(plan, name).encode()).hexdigest(),
+    }
+    sources = [plan.checkpoints[used].source.model_dump() for used in _checkpoints_of(configuration)]
+    return {
+        **specification,
+        "digest": canonical_digest({**specification, "sources": sources}),
+        # Looked at before a start; an engine that runs need not restart for them.
+        "host_settings": host_settings(plan.settings),
+    }
+
+
+def host_settings(settings: HostSettings) -> dict[str, Any]:
+    """What the supervisor looks for on the running host before it starts an engine."""
+    return {
+        "kernel_arguments": list(settings.kernel_arguments),
+        "module_options": {module: dict(options) for module, options in settings.module_options.items()},
+        "sysctls": dict(settings.sysctls),
+        "governor": settings.governor,
+        "disk_scheduler": dict(settings.disk_scheduler),
+        "power_limit_w": settings.power_limit_w,
+    }
+
+
+def used_checkpoints(plan: HostPlan, configuration: Configuration) -> dict[str, Any]:
+    """What the pre-checks of a unit need to know of its checkpoints."""
+    speculation = configuration.speculation
+    return {
+        "target": configuration.target,
+        "drafter": plan.derived_from.get(speculation.drafter, speculation.drafter) if speculation else None,
+        "version": plan.environments[configuration.release].release.version,
+        "context": configuration.context_length,
+        "trust_remote_code": configuration.trust_remote_code,
+        "training": plan.checkpoints[speculation.drafter].training.model_dump() if speculation else None,
+    }
+
+
+def pairs(plan: HostPlan) -> list[dict[str, Any]]:
+    """Every configuration with a drafter, as `rigctl checkpoints pairs` takes it."""
+    found = []
+    for name, configuration in plan.serving.items():
+        if configuration.speculation is None:
+            continue
+        at = plan.locations(configuration)
+        # Permissions to go beyond a model's limits; the rest is no business of the fit.
+        allowed = {k: v for k, v in engine_environment(plan, configuration).items() if "_ALLOW_" in k}
+        found.append(
+            {
+                "name": name,
+                "engine": plan.environments[configuration.release].release.engine,
+                "release": configuration.release,
+                "target_path": at.target,
+                "drafter_path": at.drafter,
+                "checkpoint_path": plan.checkpoint_paths[configuration.speculation.drafter],
+                "checkpoints": used_checkpoints(plan, configuration),
+                "environment": allowed,
+            }
+        )
+    return found
+
+
+def _checkpoints_of(configuration: Configuration) -> list[str]:
+    return [configuration.target, *([configuration.speculation.drafter] if configuration.speculation else [])]
+
+
+def engine_environment(plan: HostPlan, configuration: Configuration) -> dict[str, str]:
+    """Variables of the engine process; the entry wins over the release, the release over the host's settings."""
+    release = plan.environments[configuration.release].release
+    home = plan.data.cuda_home or toolkit(plan, configuration.release)
+    home = home or plan.environments[configuration.release].cuda_home
+    cuda = {"CUDA_HOME": home} if home else {}
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, configuration.gpus))} if configuration.gpus else {}
+    return {
+        **ONE_HOST,
+        **cuda,
+        **visible,
+        **plan.settings.environment.get(release.engine, {}),
+        "HF_HUB_OFFLINE": "1",
+        **release.environment,
+        **configuration.environment,
+    }
+
+
+def conflicts(plan: HostPlan, name: str) -> list[str]:
+    """Other units that claim the same GPUs or the same port: they cannot run beside this one."""
+    mine = plan.serving[name]
+    return sorted(
+        layout.unit_name(other)
+        for other, configuration in plan.serving.items()
+        if other != name and (set(configuration.gpus) & set(mine.gpus) or configuration.listen.port == mine.listen.port)
+    )
+
+
+def unit_file(plan: HostPlan, name: str) -> str:
+    """The text of kimi-<name>.service."""
+    unit = layout.unit_name(name)
+    others = conflicts(plan, name)
+    configuration = plan.serving[name]
+    release = plan.environments[configuration.release].release
+    limits = plan.data.supervision
+    environment_path = plan.environments[configuration.release].path
+    # Compiled kernels of one release must never meet another: a new environment starts with an empty cache.
+    cache = f"{layout.CACHE}/{name}/{configuration.release}-{environment_path.rpartition('/')[2]}"
+    # Compilers at serve time are run by name: ninja lies in the engine's own environment, nvcc in the toolkit.
+    engine = engine_environment(plan, configuration)
+    compilers = [f"{engine['CUDA_HOME']}/bin"] if "CUDA_HOME" in engine else []
+    path = ":".join([f"{environment_path}/bin", *compilers, SYSTEM_PATH])
+    environment = {"PATH": path, **jit_caches(cache), **engine}
+    return _JINJA.get_template("kimi.service.j2").render(
+        mark=layout.UNIT_MARK,
+        name=name,
+        description=one_line(configuration.description or name),
+        user=plan.data.service_user,
+        conflicts=others,
+        # Stop jobs run before start jobs between ordered units whichever way the order points (systemd.unit(5)).
+        after=[other for other in others if other < unit],
+        rigctl=layout.RIGCTL,
+        specification=f"{layout.CONFIGURATIONS}/{name}.json",
+        argv=command_line(configuration, release, plan.locations(configuration), limits.drain_seconds),
+        environment=[systemd_assignment(key, value) for key, value in sorted(environment.items())],
+        cache_name=f"{layout.CACHE.removeprefix('/var/cache/')}/{name}",
+        api_key=f"{layout.CREDENTIALS}/api-key" if plan.data.api_key_file else None,
+        device_allow=plan.settings.device_allow,
+        fallback=layout.FALLBACK_UNIT.replace("@", f"@{name}"),
+        stop_seconds=limits.drain_seconds + limits.stop_seconds + 30,
+        shared_memory=limits.shared_memory,
+        addresses=addresses(configuration),
+        limits=sorted({**LIMITS, **plan.settings.limits}.items()),
+        reboot_pending=layout.REBOOT_PENDING,
+        systemd_failures=" ".join(map(str, SYSTEMD_FAILURES)),
+    )
+
+
+# In every published launch on 8 cards; the host's settings may add to them.
+LIMITS = {"LimitMEMLOCK": "infinity", "LimitNOFILE": "1048576"}
+
+# systemd's own for services (systemd.exec(5)).
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+# Exit codes by which systemd says that it cannot set a unit up (systemd.exec(5)): another try would end the same.
+SYSTEMD_FAILURES = (200, 203, 214, 216, 217, 218, 219, 225, 226, 227, 228, 233, 234, 238, 239, 240, 241, 243)
+
+
+def jit_caches(cache: str) -> dict[str, str]:
+    """Where the engines and their compilers keep what they compile."""
+    return {
+        "HOME": cache,
+        "XDG_CACHE_HOME": cache,
+        "VLLM_CACHE_ROOT": f"{cache}/vllm",
+        "TRITON_CACHE_DIR": f"{cache}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
+        "TORCH_EXTENSIONS_DIR": f"{cache}/torch-extensions",
+        "FLASHINFER_WORKSPACE_BASE": cache,
+        "TVM_FFI_CACHE_DIR": f"{cache}/tvm-ffi",
+        "CUTE_DSL_CACHE_DIR": f"{cache}/cute-dsl",
+        # Not kept: transformers copies a checkpoint's code there, and runs an old copy that looks the same.
+        "HF_MODULES_CACHE": "/tmp/modules",  # noqa: S108  # the unit's own /tmp
+    }
+
+
+def addresses(configuration: Configuration) -> list[str]:
+    """Addresses the unit may talk to; empty when anyone may reach it."""
+    listen = configuration.listen
+    if listen.loopback:
+        return ["localhost"]
+    return ["localhost", *listen.networks] if listen.networks else []
+
+
+def fallback_unit() -> str:
+    """The text of the oneshot that goes back to what a failed configuration displaced."""
+    return _JINJA.get_template("kimi-fallback.service.j2").render(mark=layout.UNIT_MARK, rigctl=layout.RIGCTL)
+
+
+def specification_file(plan: HostPlan, name: str) -> str:
+    """The text of /etc/kimi-rig/configurations/<name>.json."""
+    return json.dumps(run_specification(plan, name), indent=2, ensure_ascii=False, sort_keys=True) + "\n"
+
+
+def unit_files(plan: HostPlan) -> Mapping[str, str]:
+    """Absolute path -> text of every unit and run specification of a host."""
+    files: dict[str, str] = {f"{layout.UNITS}/{layout.FALLBACK_UNIT}": fallback_unit()}
+    for name in plan.serving:
+        files[f"{layout.UNITS}/{layout.unit_name(name)}"] = unit_file(plan, name)
+        files[f"{layout.CONFIGURATIONS}/{name}.json"] = specification_file(plan, name)
+    return files

@@ -1,0 +1,711 @@
+"""The three catalogues (inventory/*.yaml) as typed, checked data.
+
+Pure but for reading the files. Every wrong entry raises CatalogError with one line a finding: file, line, entry.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from rig.catalog.yaml_source import CatalogError, Document, load, nearest
+from rigctl.checkpoints import manifest as manifests
+from rigctl.cli import RigctlError
+
+ROOT = Path(__file__).resolve().parents[2]
+INVENTORY = ROOT / "inventory"
+SECTIONS = ("serving", "checkpoints", "releases")
+
+# systemd allows 255 characters in a unit name, with prefix and suffix (systemd.unit(5)).
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")
+
+Port = Annotated[int, Field(ge=1024, le=65535)]
+Text = Annotated[str, StringConstraints(min_length=1)]
+Flag = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$")]
+Variable = Annotated[str, StringConstraints(pattern=r"^[A-Z_][A-Z0-9_]*$")]
+Package = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9+.-]*$")]
+Distribution = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")]
+Dotted = Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)*$")]
+FlagValue = bool | int | float | str | list[str] | dict[str, Any]
+
+# What says the same elsewhere in an entry, where it is checked; a key in argv or a unit file is one that all can read.
+OWN_KEYS = {
+    "host": "`listen`",
+    "port": "`listen`",
+    "model": "`target`",
+    "model-path": "`target`",
+    "served-model-name": "`served_model_name`",
+    **dict.fromkeys(("api-key", "admin-api-key", "VLLM_API_KEY"), "the host's api_key_file"),
+    **dict.fromkeys(("hf-token", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"), "the host's hub_token_file"),
+}
+
+# Units and run-time files of ours that a configuration's would meet (contract/layout.py, rig/host/settings.py).
+TAKEN = re.compile(r"acs|power-limit|(job|restart|bench)-.*|at-work\.lock|deploy\.lock(\.owner)?|reboot-pending")
+
+
+def host_path(path: str) -> str:
+    """A path that scripts, our record on the host and systemd take as it is. Raises ValueError for any other."""
+    parts = path.split("/")[1:]
+    if not path.startswith("/") or {"", ".", ".."} & set(parts):
+        raise ValueError("a path is absolute, is not / itself, and has no empty part, '.' or '..'")
+    if not path.isprintable() or set(path) & set("|\\{}") or any(part != part.strip() for part in parts):
+        raise ValueError("a path has no '|', '\\', braces or control characters, and no space around a part")
+    return path
+
+
+def _checkpoint_path(path: str) -> str:
+    variable = re.match(r"\{(models|drafters)\}(?=/)", path)
+    if not variable and not path.startswith("/"):
+        raise ValueError("a path begins with /, {models}/ or {drafters}/")
+    host_path(path[variable.end() :] if variable else path)
+    return path
+
+
+def _network(text: str) -> str:
+    ipaddress.ip_network(text, strict=False)
+    return text
+
+
+def _address(text: str) -> str:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", text):
+            raise ValueError("neither an IP address nor a host name") from None
+    return text
+
+
+def _flag_value(value: Any) -> Any:
+    try:
+        whole = isinstance(value, bool | int | str | dict | list) or math.isfinite(value)
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        whole = False
+    if not whole or (isinstance(value, list) and not all(isinstance(item, str) for item in value)):
+        raise ValueError("a flag is true, false, a number, a text, a list of texts, or a mapping that JSON can say")
+    return value
+
+
+def _web_address(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or not text.isprintable() or " " in text:
+        raise ValueError("an address begins with http:// or https://, and a host")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError("an address has no user, password, query or fragment: they would be readable by all")
+    return text.rstrip("/")
+
+
+def _no_secret(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.password or ("@" in parts.netloc and parts.scheme in ("http", "https")):
+        raise ValueError("an address has no password or token: it would be readable by all")
+    if text.startswith("-") or not text.isprintable():
+        raise ValueError("an address begins with no '-' and has no control characters")
+    return text
+
+
+Network = Annotated[str, AfterValidator(_network)]
+WebAddress = Annotated[str, AfterValidator(_web_address)]
+Remote = Annotated[str, StringConstraints(min_length=1), AfterValidator(_no_secret)]
+Address = Annotated[str, AfterValidator(_address)]
+HostPath = Annotated[str, AfterValidator(host_path)]
+
+
+class Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Listen(Entry):
+    """Where the engine answers. Loopback unless the entry says otherwise."""
+
+    host: Address = "127.0.0.1"
+    port: Port = 8000
+    networks: list[Network] = []
+    """Networks that may reach an address beyond loopback, as 10.0.0.0/8; none named: everyone."""
+    open_without_key: bool = False
+    """In as many words: whoever reaches the address may use the engine. February's runs were such."""
+
+    @property
+    def loopback(self) -> bool:
+        """True when nothing outside this machine can reach the address."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+class Speculation(Entry):
+    """EAGLE-3 speculation: which drafter, and how many tokens it drafts a step."""
+
+    drafter: Text
+    steps: Annotated[int, Field(ge=1, le=16)] = 3
+    """Drafted tokens a step: vLLM's num_speculative_tokens, SGLang's --speculative-num-steps."""
+    topk: Annotated[int, Field(ge=1)] = 1
+    draft_tokens: Annotated[int, Field(ge=2)] | None = None
+    """SGLang only; topk 1 forces steps + 1 (engines.md, section 2)."""
+    options: dict[str, Any] = {}
+    """Further keys of vLLM's --speculative-config, such as attention_backend."""
+    break_even_length: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    """Acceptance length below which it is slower than no drafter, once measured; the host's acceptance_floor else."""
+
+
+class Configuration(Entry):
+    """One serving configuration: one systemd unit, kimi-<name>.service."""
+
+    extends: str | None = None
+    description: str = ""
+    release: Text
+    target: Text
+    served_model_name: Text | None = None
+    """Name clients use; the target's path when unset, which is what both engines default to."""
+    gpus: list[Annotated[int, Field(ge=0, le=63)]]
+    """GPU indices in PCI bus order; empty for an engine that runs on the CPU."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    listen: Listen = Listen()
+    context_length: Annotated[int, Field(ge=256)] | None = None
+    """Tokens of prompt and answer together; the model's own limit when unset."""
+    max_running_requests: Annotated[int, Field(ge=1)] | None = None
+    """Always set for a fair comparison: SGLang silently takes 48 with speculation when unset."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of GPU memory: vLLM's --gpu-memory-utilization, SGLang's --mem-fraction-static."""
+    tool_call_parser: Text | None = None
+    reasoning_parser: Text | None = None
+    trust_remote_code: bool = False
+    speculation: Speculation | None = None
+    flags: dict[Flag, Annotated[FlagValue, BeforeValidator(_flag_value)]] = {}
+    """Every other flag, without its dashes: true is the bare flag, false leaves it out, a mapping is JSON."""
+    environment: dict[Variable, str] = {}
+
+
+class Files(Entry):
+    """A source of files. include, exclude: shell patterns over relative paths, where * crosses /; exclude wins."""
+
+    include: Annotated[list[Text], Field(min_length=1)] = ["*"]
+    exclude: list[Text] = []
+
+
+class HubSource(Files):
+    """Files of a model hub repository at a pinned revision."""
+
+    kind: Literal["hub"]
+    repository: Annotated[str, StringConstraints(pattern=r"^[\w.-]+/[\w.-]+$")]
+    revision: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")] | None = None
+    endpoint: WebAddress | None = None
+    """Unset: the hub client's own."""
+    mirror: WebAddress | None = None
+    """Asked when the endpoint does not answer; never gets the token."""
+    transfer: Literal["auto", "http", "xet"] = "auto"
+    """auto: the hub's chunked transfer for large files where it is offered, else HTTP ranges (docs/checkpoints.md)."""
+    allow_unpinned: bool = False
+    """In as many words: without a revision, take what the hub calls main on the day it is staged."""
+
+
+class HttpSource(Files):
+    """A directory on a web server, with a manifest."""
+
+    kind: Literal["http"]
+    url: WebAddress
+    manifest_url: WebAddress | None = None
+    """Unset: manifest.json below url."""
+    mirror: WebAddress | None = None
+
+
+class RsyncSource(Files):
+    """A directory of another host, by rsync over SSH."""
+
+    kind: Literal["rsync"]
+    host: Address
+    path: HostPath
+    user: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.-]*$")] = "root"
+    port: Annotated[int, Field(ge=1, le=65535)] = 22
+    identity_file: HostPath | None = None
+    """Private key on the host that is deployed to, readable by its owner only; unset: root's own keys."""
+    known_hosts: HostPath | None = None
+    """File on that host with the other one's key; unset: root's own. An unknown key is refused."""
+
+
+class LocalSource(Files):
+    """A directory of the host itself, such as a mounted disk: copied, never moved or linked."""
+
+    kind: Literal["local"]
+    path: HostPath
+
+
+class DirectorySource(Files):
+    """Files that are already on the host and are adopted where they lie."""
+
+    kind: Literal["directory"]
+
+
+class GeneratorSource(Entry):
+    """A tiny checkpoint made on the host by `rigctl tiny-kimi`."""
+
+    kind: Literal["generator"]
+    generator: Text
+
+
+SOURCES = (HubSource, HttpSource, RsyncSource, LocalSource, DirectorySource, GeneratorSource)
+KINDS = {kind for source in SOURCES for kind in get_args(source.model_fields["kind"].annotation)}
+Source = Annotated[
+    HubSource | HttpSource | RsyncSource | LocalSource | DirectorySource | GeneratorSource,
+    Field(discriminator="kind"),
+]
+
+
+class Training(Entry):
+    """What a drafter was trained on, as far as it is known (docs/checkpoints.md, Drafters)."""
+
+    target: Text | None = None
+    """Name of the target it was trained for, an entry or not: another one is warned of."""
+    convention: Literal["input", "output", "engine-default", "unknown"] = "unknown"
+    """What its layer ids mean: the input or the output of the layer, or the ids the engines default to."""
+    layer_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """As the trainer numbers them; unset: those in its config.json."""
+    accept_mismatch: bool = False
+    """Serve it with other layers than it was trained on, as to repeat an old measurement."""
+    notes: dict[str, int | float | str | bool] = {}
+    """What notes say of keys of its config.json: a difference is told, not refused."""
+
+    @model_validator(mode="after")
+    def _ids_have_a_meaning(self) -> Self:
+        if self.layer_ids and self.convention in ("unknown", "engine-default"):
+            raise ValueError("layer_ids need a convention: input or output")
+        return self
+
+
+class Provenance(Entry):
+    """How a drafter was made. Told, never judged."""
+
+    engine: Text | None = None
+    """The engine that extracted the hidden states, and its version."""
+    version: Text | None = None
+    dtype: Text | None = None
+    backend: Text | None = None
+    samples: Annotated[int, Field(ge=1)] | None = None
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    epoch: Annotated[int, Field(ge=0)] | None = None
+    """Index of the epoch that was kept, counted from 0."""
+    start: Text | None = None
+    """What it was trained from."""
+
+
+class Checkpoint(Entry):
+    """A model or a drafter: where it comes from and where it lies on the host."""
+
+    role: Literal["target", "drafter"]
+    path: Annotated[str, AfterValidator(_checkpoint_path)]
+    """Absolute, or below one of the host's path variables: {models}, {drafters}."""
+    source: Source
+    digests: dict[Text, Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]] = {}
+    """sha256 of files that are known from elsewhere: whatever the source lists must agree."""
+    bandwidth_limit: Annotated[int, Field(ge=1)] | None = None
+    """Bytes a second that staging may take."""
+    targets: list[str] = []
+    """Drafters only: the targets it may serve; another target is allowed and told."""
+    bytes: Annotated[int, Field(ge=1)] | None = None
+    """Of all its files, for the space it will need while there is no manifest (inventory/manifests)."""
+    shape: dict[str, int] = {}
+    """Keys of its config.json, for the memory account before it is on the host (rig/host/memory_fit.py names them)."""
+    training: Training = Training()
+    provenance: Provenance = Provenance()
+    notes: str = ""
+
+    @model_validator(mode="after")
+    def _training_is_a_drafters(self) -> Self:
+        if self.role == "target" and (self.training != Training() or self.provenance != Provenance()):
+            raise ValueError("training and provenance belong to drafters")
+        return self
+
+
+class KnownBad(Entry):
+    """A combination that is known not to work, with the thread that says so."""
+
+    what: Text
+    thread: Text
+    refuse: bool = False
+    """A deploy refuses the release unless the host's accept_known_bad names it; else this is for the reader."""
+
+
+class Index(Entry):
+    """A package index that serves what the default one lacks."""
+
+    url: Remote
+    packages: list[Text]
+
+
+class GitSource(Entry):
+    """A commit of a git repository. mirror: an address, or a bundle file on the host, that is asked before `url`."""
+
+    kind: Literal["git"]
+    url: Remote
+    commit: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
+    mirror: Remote | None = None
+    submodules: bool = False
+
+
+class SourceDirectory(Entry):
+    """A source tree that is already on the host; it is never changed."""
+
+    kind: Literal["directory"]
+    path: HostPath
+
+
+class Toolchain(Entry):
+    """What kernels are compiled with, also by engines that compile while they serve."""
+
+    lock: Annotated[str, StringConstraints(pattern=r"^files/locks/[\w.-]+(\{python\})?[\w.-]*\.txt$")]
+    """Lock file of the tools; {python} stands for 311 or 312. May hold the CUDA toolkit too."""
+    cuda_home: HostPath | None = None
+    """A toolkit that is on the host; unset: the one in the lock."""
+    packages: list[Package] = []
+    """Packages of NVIDIA's repository (host data driver_keyring) that bring it."""
+
+
+class KernelDependency(Entry):
+    """A directory on the host for a dependency that CMake would fetch (FETCHCONTENT_SOURCE_DIR_<NAME>)."""
+
+    path: HostPath
+    private: bool = False
+    """Configuration writes into it: each build gets a copy."""
+
+
+class Kernel(Entry):
+    """The CUDA kernel library of a release: that of its lock, proved, or one built for the host's GPUs."""
+
+    mode: Literal["wheel", "source"]
+    package: Distribution
+    """Name of the distribution."""
+    module: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
+    """Module that is imported for a test before the wheel is installed."""
+    libraries: Annotated[list[Text], Field(min_length=1)]
+    """Patterns below site-packages: libraries that must hold code for every wanted architecture."""
+    toolchain: Toolchain
+    source: Annotated[GitSource | SourceDirectory, Field(discriminator="kind")] | None = None
+    subdirectory: Annotated[str, StringConstraints(pattern=r"^(\.|\w[\w.-]*(/\w[\w.-]*)*)$")] = "."
+    """Where its pyproject.toml is in the source."""
+    patches: Annotated[str, StringConstraints(pattern=r"^files/patches(/\w[\w.-]*)+$")] | None = None
+    architectures: list[Annotated[str, StringConstraints(pattern=r"^\d{1,2}\.\d$")]] = []
+    """Compute capabilities; none: those of the host's GPUs."""
+    minimum_cuda: Dotted = "12.8"
+    """Of the toolkit: the first that knows the wanted architectures."""
+    defines: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w-]*$")], str] = {}
+    """CMake variables."""
+    environment: dict[Variable, str] = {}
+    """Variables of the build."""
+    drop_targets: list[Text] = []
+    """CMake targets that are neither built nor installed."""
+    dependencies: dict[Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")], KernelDependency] = {}
+    memory_mib: dict[Text, Annotated[int, Field(ge=1)]] = {}
+    """Memory that compiling a file takes, by file name; "default" for the others. Measured ones count when larger."""
+    jobs: Annotated[int, Field(ge=1)] | None = None
+    """Most compilers at once; unset: by memory and cores."""
+    memory_limit: Annotated[str, StringConstraints(pattern=r"^([1-9]\d?%|[1-9]\d*[MG])$")] = "85%"
+    """Of the build as a whole (systemd's MemoryMax=)."""
+    while_serving: Literal["refuse", "share"] = "refuse"
+    """Build beside a serving engine: not at all, or with a quarter of the cores."""
+    minimum_disk_mib: Annotated[int, Field(ge=1)] = 8192
+
+    @model_validator(mode="after")
+    def _source_is_named(self) -> Self:
+        if self.mode == "source" and self.source is None:
+            raise ValueError("mode source needs a source")
+        return self
+
+
+class Release(Entry):
+    """One engine release: what is installed, how it is started, what is known of it."""
+
+    engine: Literal["vllm", "sglang"]
+    version: Text
+    package: Distribution
+    """Name of the distribution that carries the engine."""
+    launch: Annotated[list[Text], Field(min_length=1)]
+    """Arguments after the environment's python."""
+    lock: Annotated[str, StringConstraints(pattern=r"^files/locks/[\w.-]+(\{python\})?[\w.-]*\.txt$")]
+    """Lock file with hashes; {python} stands for 311 or 312."""
+    python: Annotated[list[Literal["3.11", "3.12"]], Field(min_length=1)]
+    accelerator: Literal["cuda", "cpu"] = "cuda"
+    patches: Annotated[str, StringConstraints(pattern=r"^files/patches(/\w[\w.-]*)+$")] | None = None
+    features: list[Text] = []
+    """Features its configurations need, asked of the installed code (rigctl probe)."""
+    index: Index | None = None
+    kernel: Kernel | None = None
+    """Its kernel library, where that is a package of its own (docs/kernel.md)."""
+    minimum_driver: Dotted | None = None
+    minimum_cuda: Dotted | None = None
+    minimum_glibc: Dotted | None = None
+    system_packages: list[Package] = []
+    """Debian/Ubuntu packages its libraries need."""
+    environment: dict[Variable, str] = {}
+    """Variables every configuration of this release needs."""
+    known_bad: list[KnownBad] = []
+    drain: Literal["none", "signal", "flag"] = "none"
+    """What it does with running requests when it is asked to stop: drops them ("none": we wait before we ask), finishes
+    them ("signal"), or finishes them for as long as its --shutdown-timeout says ("flag")."""
+    rate_counts_bonus: bool = False
+    """Whether its own acceptance rate counts the bonus token: accepted and bonus tokens / all draft tokens."""
+    harmless_log: list[Text] = []
+    """Log lines that look like failures and are none."""
+
+
+E_ = TypeVar("E_", bound=Entry)
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All entries by name, checked against each other."""
+
+    serving: Mapping[str, Configuration]
+    checkpoints: Mapping[str, Checkpoint]
+    releases: Mapping[str, Release]
+
+
+@cache
+def load_catalog(overlay: str | None = None, inventory: Path = INVENTORY) -> Catalog:
+    """Read and check the catalogues below `inventory`, with one overlay (inventory/overlays/) laid on them.
+
+    An overlay has the sections serving, checkpoints and releases; its entry names may be patterns (`vllm-*`).
+    Raises CatalogError listing every finding.
+    """
+    documents = {name: _read(inventory, f"{name}.yaml") for name in SECTIONS}
+    if overlay is not None:
+        documents = _overlaid(documents, _read(inventory, f"overlays/{overlay}"))
+    findings: list[Finding] = []
+    documents["serving"] = _resolve_extends(documents["serving"], findings)
+    catalog = Catalog(
+        _parse(documents["serving"], Configuration, "serving", findings),
+        _parse(documents["checkpoints"], Checkpoint, "checkpoints", findings),
+        _parse(documents["releases"], Release, "releases", findings),
+    )
+    if not documents["serving"].data and not findings:
+        raise CatalogError(f"{inventory.name}/serving.yaml:1: serving: there is no configuration in it")
+    findings += _cross_check(catalog, documents)
+    findings += _check_manifests(catalog, documents["checkpoints"], inventory / "manifests")
+    if findings:
+        raise CatalogError(_told(findings))
+    return catalog
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong. path: the entry's name, then keys."""
+
+    place: str
+    section: str
+    path: tuple[str | int, ...]
+    message: str
+
+
+def _told(findings: Iterable[Finding]) -> str:
+    """One line a mistake: what an overlay's pattern or an extended entry brings into many entries is told once."""
+    entries: dict[tuple[object, ...], list[Finding]] = {}
+    for one in findings:
+        entries.setdefault((one.place, one.section, one.path[1:], one.message), []).append(one)
+    lines = []
+    for first, *others in entries.values():
+        more = f" (and in {len(others)} more entries that take it over)" if others else ""
+        lines.append(f"{first.place}: {'.'.join(map(str, (first.section, *first.path)))}: {first.message}{more}")
+    return "\n".join(lines)
+
+
+def check_all(inventory: Path = INVENTORY) -> None:
+    """Check the catalogues as they stand and under every overlay. Raises CatalogError."""
+    for overlay in (None, *sorted(path.name for path in (inventory / "overlays").glob("*.yaml"))):
+        load_catalog(overlay, inventory)
+
+
+def _read(inventory: Path, name: str) -> Document:
+    return load(inventory / name, shown_as=f"{inventory.name}/{name}")
+
+
+def _overlaid(documents: dict[str, Document], overlay: Document) -> dict[str, Document]:
+    result = dict(documents)
+    for section in overlay.data:
+        if section not in SECTIONS:
+            raise CatalogError(f"{overlay.place((section,))}: {section}: an overlay has {', '.join(SECTIONS)}")
+        if not isinstance(overlay.data[section], Mapping):
+            raise CatalogError(f"{overlay.place((section,))}: {section}: expected a mapping of names to changes")
+        patch = overlay.section(section)
+        for pattern in patch.data:
+            names = [name for name in result[section].data if fnmatchcase(name, pattern)]
+            if not names:
+                raise CatalogError(f"{patch.place((pattern,))}: {section}.{pattern}: matches no entry")
+            for name in names:
+                wrapped = Document(
+                    {name: patch.data[pattern]},
+                    {(name, *path): place for path, place in patch.section(pattern).places.items()},
+                )
+                result[section] = result[section].merged(wrapped)
+    return result
+
+
+def _resolve_extends(serving: Document, findings: list[Finding]) -> Document:
+    result = Document()
+
+    def found(path: tuple[str, ...], message: str) -> None:
+        findings.append(Finding(str(serving.place(path)), "serving", path, message))
+
+    for name, value in serving.data.items():
+        if value is None:
+            found((name,), "there is nothing in it")
+            continue
+        entry, seen = serving.section(name), [name]
+        while (base := entry.data.pop("extends", None)) is not None:
+            if not isinstance(base, str):
+                found((name, "extends"), "the name of one entry")
+                break
+            if base in seen or base not in serving.data:
+                why = "extends itself" if base in seen else f"extends {base}, which does not exist"
+                found((name, "extends"), why)
+                break
+            seen.append(base)
+            entry = serving.section(base).merged(entry)
+        else:
+            whole = entry.data if isinstance(value, Mapping) else value
+            places = {(name, *path): place for path, place in entry.places.items()}
+            result = result.merged(Document({name: whole}, {**places, (name,): serving.place((name,))}))
+    return result
+
+
+def _parse(document: Document, model: type[E_], section: str, findings: list[Finding]) -> dict[str, E_]:
+    entries: dict[str, E_] = {}
+    for name, value in document.data.items():
+
+        def found(path: tuple[str | int, ...], message: str) -> None:
+            findings.append(Finding(str(document.place(path)), section, path, message))
+
+        if not NAME.fullmatch(name):
+            found((name,), "a name is lower-case letters, digits, '.', '_' and '-' (a unit is named after it)")
+            continue
+        if section == "serving" and TAKEN.fullmatch(name):
+            found((name,), "this name is taken: units or files of kimi-rig itself bear it")
+            continue
+        try:
+            entries[name] = model.model_validate(value)
+        except ValidationError as error:
+            for problem in error.errors(include_url=False):
+                path = tuple(part for part in problem["loc"] if part not in {*KINDS, "git"})
+                message = problem["msg"].removeprefix("Value error, ")
+                if problem["type"] == "extra_forbidden":
+                    message = f"there is no such key{nearest(str(path[-1]), _keys() - {str(path[-1])})}"
+                found((name, *path), message + _got(problem))
+    return entries
+
+
+@cache
+def _keys() -> frozenset[str]:
+    """Every key of every entry."""
+    return frozenset(key for kind in Entry.__subclasses__() for key in kind.model_fields)
+
+
+def _got(problem: Mapping[str, Any]) -> str:
+    if problem["type"] in ("missing", "extra_forbidden"):
+        return ""
+    return f" (got {problem['input']!r})"
+
+
+def _cross_check(catalog: Catalog, documents: Mapping[str, Document]) -> Iterator[Finding]:
+    for name, configuration in catalog.serving.items():
+
+        def finding(key: Iterable[str], message: str, name: str = name) -> Finding:
+            path = (name, *key)
+            return Finding(str(documents["serving"].place(path)), "serving", path, message)
+
+        yield from _check_references(configuration, catalog, finding)
+        yield from _check_limits(configuration, catalog, finding)
+        for part in ("flags", "environment"):
+            for key in sorted(OWN_KEYS.keys() & getattr(configuration, part)):
+                yield finding([part, key], f"is set by {OWN_KEYS[key]}, not here")
+    yield from _check_checkpoints(catalog, documents["checkpoints"])
+
+
+def _check_checkpoints(catalog: Catalog, document: Document) -> Iterator[Finding]:
+    for name, checkpoint in catalog.checkpoints.items():
+        for target in checkpoint.targets:
+            if target not in catalog.checkpoints:
+                at = str(document.place((name, "targets")))
+                yield Finding(at, "checkpoints", (name, "targets"), f"there is no checkpoint {target}")
+    for name, other in overlapping({name: entry.path for name, entry in catalog.checkpoints.items()}):
+        at = str(document.place((name, "path")))
+        where = f"lies in {catalog.checkpoints[name].path}, and so does {other} ({catalog.checkpoints[other].path})"
+        yield Finding(at, "checkpoints", (name, "path"), f"{where}: each checkpoint has a directory of its own")
+
+
+def _check_manifests(catalog: Catalog, document: Document, folder: Path) -> Iterator[Finding]:
+    for name in catalog.checkpoints:
+        place = folder / f"{name}.json"
+        try:
+            if place.is_file():
+                manifests.load(place)
+        except RigctlError as error:
+            message = f"{error}: remove it, and `make pin CHECKPOINT={name}` writes it anew"
+            yield Finding(str(document.place((name,))), "checkpoints", (name,), message)
+
+
+def overlapping(paths: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Pairs of names, the later one first, whose paths are the same or one below the other."""
+    for (one, path), (other, second) in itertools.combinations(paths.items(), 2):
+        if f"{path}/".startswith(f"{second}/") or f"{second}/".startswith(f"{path}/"):
+            yield other, one
+
+
+Tell = Callable[[Iterable[str], str], Finding]
+
+
+def _check_references(configuration: Configuration, catalog: Catalog, finding: Tell) -> Iterator[Finding]:
+    if configuration.release not in catalog.releases:
+        yield finding(["release"], f"there is no release {configuration.release}{_known(catalog.releases)}")
+    wanted = [(["target"], configuration.target, "target")]
+    if configuration.speculation is not None:
+        wanted.append((["speculation", "drafter"], configuration.speculation.drafter, "drafter"))
+    for key, name, role in wanted:
+        checkpoint = catalog.checkpoints.get(name)
+        if checkpoint is None:
+            yield finding(key, f"there is no checkpoint {name}{_known(catalog.checkpoints)}")
+        elif checkpoint.role != role:
+            yield finding(key, f"{name} is a {checkpoint.role}, a {role} is needed")
+
+
+def _check_limits(configuration: Configuration, catalog: Catalog, finding: Tell) -> Iterator[Finding]:
+    gpus = configuration.gpus
+    if len(set(gpus)) != len(gpus):
+        yield finding(["gpus"], f"a GPU is listed twice: {gpus}")
+    release = catalog.releases.get(configuration.release)
+    if release is not None and release.accelerator == "cpu" and gpus:
+        yield finding(["gpus"], f"release {configuration.release} runs on the CPU, yet GPUs are listed")
+    if release is not None and release.accelerator == "cuda" and len(gpus) % configuration.tensor_parallel:
+        yield finding(["tensor_parallel"], f"{configuration.tensor_parallel} does not divide {len(gpus)} GPUs")
+    if release is not None and release.accelerator == "cuda" and not gpus:
+        yield finding(["gpus"], f"release {configuration.release} needs at least one GPU")
+    speculation = configuration.speculation
+    if (
+        speculation is not None
+        and speculation.topk == 1
+        and speculation.draft_tokens not in (None, speculation.steps + 1)
+    ):
+        yield finding(["speculation", "draft_tokens"], f"topk 1 forces steps + 1 = {speculation.steps + 1}")
+
+
+def _known(entries: Mapping[str, Entry]) -> str:
+    return f" (there are: {', '.join(sorted(entries))})" if entries else ""

@@ -1,0 +1,1 @@
+"""The commands an operator types, one module each."""

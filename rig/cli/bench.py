@@ -1,0 +1,170 @@
+"""`python -m rig.cli.bench`: run a sweep, list and compare the ledger, write the report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rig.bench import ledger, report
+from rig.bench.analysis import Study, load_of, newest, point, unfair
+from rig.bench.fairness import is_noise
+from rig.bench.plots import PlottingMissing
+from rig.bench.views import diagnose_point
+from rig.catalog.entries import ROOT
+from rig.catalog.yaml_source import CatalogError
+from rig.cli.arguments import Parser, end_with_parent
+from rig.cli.converge import RunFailed, asked_hosts, pyinfra
+
+FAILED = 1
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run benchmark.py over the inventory, then write the report. 1 when a cell failed or a host gave no result."""
+    before = {entry.id for entry in ledger.results(ledger.read(arguments.ledger))}
+    hosts = asked_hosts(arguments.inventory, arguments.limit)
+    data = {"bench_sweep": arguments.sweep, "bench_configurations": arguments.configs}
+    options = [word for key, value in data.items() if value for word in ("--data", f"{key}={value}")]
+    options += [word for limit in arguments.limit for word in ("--limit", limit)]
+    environment = {**os.environ, "KIMI_RIG_LEDGER": str(arguments.ledger.resolve())}
+    command = pyinfra(*options, arguments.inventory, "benchmark.py", "-y")
+    status = subprocess.run(command, check=False, cwd=ROOT, env=environment, preexec_fn=end_with_parent).returncode
+    entries = ledger.read(arguments.ledger)
+    new = [entry for entry in ledger.results(entries) if entry.id not in before]
+    for path in report.write(entries, arguments.out):
+        print(path)
+    return _judge(status, hosts, new)
+
+
+def _judge(status: int, hosts: Sequence[str], new: Sequence[ledger.Result]) -> int:
+    failed = [entry for entry in new if entry.status == "failed"]
+    for entry in failed:
+        print(f"failed: {entry.host}, {entry.id}: {entry.cause}", file=sys.stderr)
+    silent = [host for host in hosts if host not in {entry.host for entry in new}]
+    if silent:
+        print(f"failed: no result of {', '.join(silent)}; the next run goes on where it ended", file=sys.stderr)
+    print(f"{len(new) - len(failed)} cells measured, {len(failed)} failed")
+    return FAILED if status or failed or silent else 0
+
+
+def report_command(arguments: argparse.Namespace) -> int:
+    """Write report.html and report.md."""
+    entries = ledger.read(arguments.ledger)
+    if arguments.reference_only:
+        entries = [*ledger.references(entries)]
+    for path in report.write(entries, arguments.out):
+        print(path)
+    return 0
+
+
+def list_command(arguments: argparse.Namespace) -> int:
+    """One line an entry."""
+    for entry in ledger.read(arguments.ledger):
+        if isinstance(entry, ledger.Reference):
+            figures = ", ".join(f"{figure.what} {figure.shown or 'unknown'}" for figure in entry.figures)
+            print(f"{entry.id:<60} reported  {figures}")
+            continue
+        found = point(entry)
+        said = f"{found.total.median:,.1f} tok/s" if found else f"failed: {entry.cause}"
+        length = f", acceptance length {found.length:.2f}" if found and found.length else ""
+        print(f"{entry.id:<60} measured  {said}{length}")
+    return 0
+
+
+def compare_command(arguments: argparse.Namespace) -> int:
+    """Two configurations, load by load; says what makes them incomparable."""
+    studies = newest(ledger.results(ledger.read(arguments.ledger)))
+    compared = 0
+    for host, study in studies.items():
+        for scene in study.scenes:
+            lines = [dict(study.line(scene, name)) for name in (arguments.one, arguments.other)]
+            for concurrency in sorted(set(lines[0]) & set(lines[1])):
+                one, other = lines[0][concurrency], lines[1][concurrency]
+                ratio = other.total.median / one.total.median
+                noise = "  noise: the ranges overlap" if is_noise(one.total, other.total) else ""
+                print(
+                    f"{host}  {scene.title}, {concurrency} concurrent: {one.total.median:,.1f} against "
+                    f"{other.total.median:,.1f} tok/s, {ratio:.2f} times{noise}"
+                )
+                for finding in unfair([one, other]):
+                    print(f"  UNFAIR {finding.check}: {finding.message}")
+                compared += 1
+    if not compared:
+        raise ledger.LedgerError(
+            f"{arguments.one} and {arguments.other} were not measured under one load (`python -m rig.cli.bench list`)"
+        )
+    return 0
+
+
+def diagnose_command(arguments: argparse.Namespace) -> int:
+    """Why a drafter does badly, load by load."""
+    found = False
+    for study in newest(ledger.results(ledger.read(arguments.ledger))).values():
+        found = _diagnose(study, arguments.configuration) or found
+    if not found:
+        raise ledger.LedgerError(f"no result of {arguments.configuration} counted drafts")
+    return 0
+
+
+def _diagnose(study: Study, name: str) -> bool:
+    drafting = [p for (_, n), p in study.points.items() if n == name and p.length is not None]
+    for one in drafting:
+        load = load_of(one.result)
+        print(f"{study.host}  {load.scene.title}, {load.concurrency} concurrent: acceptance length {one.length:.2f}")
+        hypotheses = diagnose_point(study, load.scene, one)
+        if not hypotheses:
+            print("  not low")
+        for hypothesis in hypotheses:
+            print(f"  {hypothesis.weight:<10} {hypothesis.cause}: {hypothesis.why}. Decides: {hypothesis.experiment}")
+    return bool(drafting)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = Parser(prog="python -m rig.cli.bench", description=(__doc__ or "").split("\n", 1)[0])
+    common = Parser(add_help=False)
+    common.add_argument("--ledger", type=Path, default=ledger.DIRECTORY, help="default: ledger/")
+    subparsers = made.add_subparsers(required=True, metavar="VERB")
+    running = subparsers.add_parser("run", parents=[common], help="measure configurations, then write the report")
+    running.add_argument("inventory", help="such as inventory/gpu.py")
+    running.add_argument("--configs", default="", help="names between spaces; default: all of the host")
+    running.add_argument("--sweep", default="", help="of inventory/benchmark.yaml; default: the host's")
+    running.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern")
+    running.add_argument("--out", type=Path, default=ROOT / ".bench", help="directory of the report, default .bench/")
+    running.set_defaults(run=run_command)
+    reporting = subparsers.add_parser("report", parents=[common], help="write report.html and report.md")
+    reporting.add_argument("--out", type=Path, default=ROOT / ".bench", help="directory, default .bench/")
+    reporting.add_argument("--reference-only", action="store_true", help="the reported figures alone")
+    reporting.set_defaults(run=report_command)
+    listing = subparsers.add_parser("list", parents=[common], help="one line a result")
+    listing.set_defaults(run=list_command)
+    comparing = subparsers.add_parser("compare", parents=[common], help="two configurations, load by load")
+    comparing.add_argument("one")
+    comparing.add_argument("other")
+    comparing.set_defaults(run=compare_command)
+    diagnosing = subparsers.add_parser("diagnose", parents=[common], help="why a drafter does badly")
+    diagnosing.add_argument("configuration")
+    diagnosing.set_defaults(run=diagnose_command)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Every failure is one message and exit code 1, an interrupt too."""
+    arguments = parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    try:
+        code: int = arguments.run(arguments)
+        return code
+    except (ledger.LedgerError, PlottingMissing, CatalogError, RunFailed) as error:
+        print(f"failed: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("failed: interrupted; a sweep goes on on its host, the next run follows it", file=sys.stderr)
+    return FAILED
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

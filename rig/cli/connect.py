@@ -1,0 +1,82 @@
+"""The exact lines with which to talk to a deployed host: a tunnel where it listens on loopback, and a request. Pure."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rig.catalog.entries import Checkpoint, Configuration
+from rig.plan.host_plan import HostData, chosen_serving
+from rig.plan.secrets import PROMPT
+from rigctl.contract import layout
+
+
+def talk_lines(name: str, data: Mapping[str, Any]) -> list[str]:
+    """Shell lines for one host: start a configuration, reach it, ask it. data: the host's inventory data.
+
+    Raises CatalogError for wrong data.
+    """
+    host, serving, checkpoints = chosen_serving(data)
+    if not serving:
+        return []
+    first = host.enable_at_boot or next(iter(serving))
+    entry = serving[first]
+    sudo = "sudo " if data.get("_sudo") else ""
+    start = f"{sudo}systemctl start {layout.unit_name(first)}"
+    lines = [shlex.join([*ssh_words(name, data), start]) if name != "@local" else start]
+    port = entry.listen.port
+    address = f"127.0.0.1:{port}"
+    # A host that is reached over loopback, such as the sandbox, shares this computer's addresses.
+    here = name == "@local" or str(data.get("ssh_hostname") or name).startswith(("127.", "localhost"))
+    if not here and entry.listen.loopback:
+        lines.append(shlex.join([*ssh_words(name, data, "-N", "-L", f"{port}:{entry.listen.host}:{port}")]) + " &")
+    elif not here:
+        address = f"{data.get('ssh_hostname') or name}:{port}"
+    lines.append(curl_line(address, model_name(entry, checkpoints, host), host.api_key_file))
+    return lines
+
+
+def ssh_words(name: str, data: Mapping[str, Any], *options: str) -> list[str]:
+    """OpenSSH's command line for a host of an inventory."""
+    words = ["ssh", *options]
+    config = data.get("ssh_config_file")
+    words += ["-F", str(config)] if config else []
+    if not config:
+        words += ["-p", str(data["ssh_port"])] if data.get("ssh_port") else []
+        words += ["-i", str(data["ssh_key"])] if data.get("ssh_key") else []
+    target = name if config else str(data.get("ssh_hostname") or name)
+    user = "" if config or not data.get("ssh_user") else f"{data['ssh_user']}@"
+    return [*words, f"{user}{target}"]
+
+
+def model_name(entry: Configuration, checkpoints: Mapping[str, Checkpoint], host: HostData) -> str:
+    """The model name that requests carry."""
+    path = checkpoints[entry.target].path.format(models=host.models, drafters=host.drafters)
+    return entry.served_model_name or path
+
+
+def curl_line(address: str, model: str, api_key_file: str | None) -> str:
+    """One chat completion by curl. A key stays out of the command line: curl reads the header from a pipe."""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+    words = ["curl", "-sS", f"http://{address}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    line = shlex.join([*words, "-d", body])
+    if api_key_file == PROMPT:
+        return f"{line} -H @<(read -rsp 'API key: ' k; echo \"Authorization: Bearer $k\")"
+    if api_key_file:
+        # Left open to the shell: ~ is the operator's home.
+        path = api_key_file if api_key_file.startswith("~/") else shlex.quote(api_key_file)
+        return f"{line} -H @<(sed 's/^/Authorization: Bearer /' {path})"
+    return line
+
+
+def talk_text(hosts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """What a deploy says at its end, for the hosts named. hosts: as `debug-inventory --json` gives them."""
+    found = {host["name"]: host["data"] for host in hosts}
+    blocks = []
+    for name in names:
+        if lines := talk_lines(name, found[name]):
+            head = f"talk to {name} (the first line takes minutes and stops what serves there):"
+            blocks.append("\n".join([head, *(f"  {line}" for line in lines)]))
+    return "\n".join(blocks)

@@ -1,0 +1,353 @@
+"""`make plan` and `make deploy`: pyinfra's own command line, with exit codes that can be trusted.
+
+pyinfra exits 0 for a mistyped inventory, a limit that matches nothing, an interrupt and a host that dropped out of
+several. So the wrapper counts hosts itself, lets every dry run say which hosts it got through (KIMI_RIG_PLAN_LOG), and
+calls a deploy converged only when a dry run after it finds nothing left to do.
+
+Exit codes: 0 converged (deploy) or nothing to do (plan); 1 failed; 2 something would change (plan); 3 converged as far
+as a pending reboot allows; 64 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rig.catalog.entries import ROOT, check_all
+from rig.catalog.yaml_source import CatalogError
+from rig.cli.arguments import Parser, end_with_parent
+from rig.cli.connect import talk_text
+from rig.operations.common import PLAN_LOG, REFUSED
+from rig.plan.host_plan import check_listening, chosen_serving, refuse_unknown
+from rig.plan.secrets import PROMPT, SecretError, ask, hand_on, read_secret
+
+SECRETS = {"api_key_file": "API key for the engines", "hub_token_file": "token for the model hub"}
+"""Host data that may say "prompt", and what the operator is asked for."""
+
+DEPLOY_FILE = "deploy.py"
+
+CONVERGED, FAILED, WOULD_CHANGE, REBOOT_PENDING = 0, 1, 2, 3
+EXAMPLE = re.compile(r"(^|\.)example\.(com|net|org)$")  # RFC 2606: never a real host
+
+
+class RunFailed(Exception):
+    """A run that cannot be trusted to have done what was asked. The message is for the operator."""
+
+
+@dataclass
+class Change:
+    """One operation that would change one host, with what it found."""
+
+    host: str
+    operation: str
+    details: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Plan:
+    """What a dry run found. pending: host -> why a reboot is pending. notices: host -> what it would disturb, keeps."""
+
+    hosts: list[str]
+    changes: list[Change]
+    pending: dict[str, str] = field(default_factory=dict)
+    notices: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def refusals(self) -> list[str]:
+        """Details that a deploy would end with."""
+        return [
+            f"{c.host}: {d.removeprefix(REFUSED)}" for c in self.changes for d in c.details if d.startswith(REFUSED)
+        ]
+
+    def exit_code(self, when_changed: int) -> int:
+        """The exit code that says this plan; when_changed if something is left to do."""
+        if self.refusals:
+            return FAILED
+        if self.changes:
+            return when_changed
+        return REBOOT_PENDING if self.pending else CONVERGED
+
+    def text(self) -> str:
+        """The plan for people."""
+        lines: list[str] = []
+        for host in self.hosts:
+            mine = [change for change in self.changes if change.host == host]
+            lines.append(f"{host}: {f'{len(mine)} operations would change it' if mine else 'nothing to do'}")
+            for change in mine:
+                lines.append(f"  {change.operation}")
+                lines += [f"    - {detail}" for detail in change.details]
+            lines += [f"  note: {text}" for text in self.notices.get(host, [])]
+            if host in self.pending:
+                lines.append(f"  reboot pending: {self.pending[host]}")
+        return "\n".join(lines)
+
+
+def pyinfra(*arguments: str) -> list[str]:
+    """The command line of pyinfra in this repository and interpreter."""
+    return [sys.executable, "-m", "pyinfra", "--chdir", str(ROOT), *arguments]
+
+
+@cache
+def inventory_hosts(inventory: str) -> list[dict[str, Any]]:
+    """Every host of an inventory with its groups and data, as pyinfra itself sees them.
+
+    Raises RunFailed for an inventory that does not exist, cannot be read or names no host.
+    """
+    if not (ROOT / inventory).is_file():
+        raise RunFailed(f"there is no inventory file {inventory}; inventories lie in inventory/")
+    result = subprocess.run(
+        pyinfra(inventory, "debug-inventory", "--json"), capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    if result.returncode != 0 or not result.stdout.strip():
+        said = [line for line in result.stderr.strip().splitlines() if not line.startswith("-->")]
+        raise RunFailed(f"{inventory} cannot be read:\n" + "\n".join(said).strip())
+    try:
+        hosts: list[dict[str, Any]] = json.loads(result.stdout)
+    except ValueError:
+        raise RunFailed(f"{inventory} cannot be read: it, or its group data, prints something of its own") from None
+    if not hosts:
+        raise RunFailed(f"{inventory} names no host")
+    return hosts
+
+
+def asked_hosts(inventory: str, limits: Sequence[str]) -> list[str]:
+    """Names of the hosts a run is asked to bring to their state, by pyinfra's rules for --limit.
+
+    Raises RunFailed when a limit matches nothing, a host's data has a key nobody reads, or its SSH key does not exist.
+    """
+    hosts = inventory_hosts(inventory)
+    chosen = [host["name"] for host in hosts] if not limits else _limited(hosts, inventory, limits)
+    for host in hosts:
+        if host["name"] not in chosen:
+            continue
+        if EXAMPLE.search(str(host["data"].get("ssh_hostname") or host["name"])):
+            raise RunFailed(
+                f"{inventory} still names the example host {host['name']}: docs/first-host.md says what to fill in"
+            )
+        try:
+            refuse_unknown(host["data"])
+        except CatalogError as error:
+            raise RunFailed(f"{host['name']}: {error}") from None
+        key = host["data"].get("ssh_key")
+        if key and not Path(key).expanduser().exists():
+            cure = (
+                "`make sandbox` makes it" if host["data"].get("ssh_config_file") else "correct ssh_key in the inventory"
+            )
+            raise RunFailed(f"{host['name']}: its SSH key {key} does not exist: {cure}")
+    return chosen
+
+
+def check_values(inventory: str, names: Sequence[str]) -> None:
+    """What can be told of the hosts' data without a connection. Raises RunFailed, SecretError."""
+    for host in inventory_hosts(inventory):
+        data = host["data"]
+        if host["name"] not in names:
+            continue
+        try:
+            found, serving, _ = chosen_serving(data)
+            check_listening(found, serving)
+        except CatalogError as error:
+            raise RunFailed(f"{host['name']}: {error}") from None
+        for key, what in SECRETS.items():
+            if data.get(key) not in (None, PROMPT):
+                read_secret(data[key], what)
+
+
+def _limited(hosts: list[dict[str, Any]], inventory: str, limits: Sequence[str]) -> list[str]:
+    chosen: list[str] = []
+    for limit in limits:
+        matching = [host["name"] for host in hosts if limit in host["groups"] or fnmatch(host["name"], limit)]
+        if not matching:
+            names = ", ".join(host["name"] for host in hosts)
+            raise RunFailed(f"--limit {limit} matches no host of {inventory} (there are: {names})")
+        chosen += [name for name in matching if name not in chosen]
+    return chosen
+
+
+@cache
+def _prompted(inventory: str) -> tuple[str, ...]:
+    """pyinfra options that hand on what the operator types, asked once for all hosts and runs."""
+    options: list[str] = []
+    for key, what in SECRETS.items():
+        if any(host["data"].get(key) == PROMPT for host in inventory_hosts(inventory)):
+            options += ["--data", f"{key}={hand_on(ask(what))}"]
+    return tuple(options)
+
+
+def known_hosts_file() -> None:
+    """Make ~/.ssh/known_hosts as ssh does: without it pyinfra fails on the first new host, naming only the path."""
+    path = Path("~/.ssh/known_hosts").expanduser()
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.touch(mode=0o600)
+
+
+def _run(inventory: str, arguments: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str]:
+    secrets = _prompted(inventory) if DEPLOY_FILE in arguments else ()
+    command = pyinfra(*secrets, *arguments)
+    known_hosts_file()
+    # Descriptors of handed-on secrets are the only inheritable ones.
+    return subprocess.run(
+        command, check=False, cwd=ROOT, close_fds=False, text=True, preexec_fn=end_with_parent, **more
+    )
+
+
+def make_plan(
+    inventory: str,
+    limits: Sequence[str],
+    extra: Sequence[str] = (),
+    deploy_file: str = DEPLOY_FILE,
+    *,
+    quiet: bool = False,
+) -> Plan:
+    """Find out what a deploy would do. Changes nothing. Raises RunFailed when a host was not looked at whole.
+
+    quiet: what pyinfra says is shown only when it failed.
+    """
+    hosts = asked_hosts(inventory, limits)
+    if deploy_file == DEPLOY_FILE and not extra:  # options may override any data
+        check_values(inventory, hosts)
+    with tempfile.NamedTemporaryFile("r", prefix="kimi-rig-plan-") as log:
+        command = [*_limit_options(limits), *extra, inventory, deploy_file, "--dry", "--json"]
+        said = {"stderr": subprocess.PIPE} if quiet else {}
+        result = _run(inventory, command, stdout=subprocess.PIPE, env={**os.environ, PLAN_LOG: log.name}, **said)
+        entries = [json.loads(line) for line in log]
+    reached = {entry["host"] for entry in entries if entry.get("reached")}
+    if quiet and (result.returncode != 0 or reached.symmetric_difference(hosts)):
+        print(result.stderr, file=sys.stderr, end="")
+    if missing := [host for host in hosts if host not in reached]:
+        raise RunFailed(
+            f"no plan for {', '.join(missing)}: not reached, or dropped out; pyinfra's lines above say why, and "
+            "`ssh` to it must work without a question"
+        )
+    if result.returncode != 0 or not result.stdout.strip():
+        raise RunFailed(f"pyinfra ended with exit code {result.returncode}")
+    return _plan_of(hosts, json.loads(result.stdout)["plan"], entries)
+
+
+def _plan_of(hosts: list[str], operations: Iterable[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> Plan:
+    details: dict[tuple[str, str], list[str]] = {}
+    pending: dict[str, str] = {}
+    notices: dict[str, list[str]] = {}
+    for entry in entries:
+        if "detail" in entry:
+            details.setdefault((entry["host"], entry["operation"]), []).append(entry["detail"])
+        if "pending" in entry:
+            pending[entry["host"]] = entry["pending"]
+        if "notice" in entry:
+            notices.setdefault(entry["host"], []).append(entry["notice"])
+    changes = [
+        Change(host, operation["name"], details.get((host, operation["name"]), []))
+        for operation in operations
+        for host in [*operation["hosts_with_change"], *operation["hosts_with_conditional_change"]]
+    ]
+    return Plan(hosts, changes, pending, notices)
+
+
+def run_pyinfra(inventory: str, limits: Sequence[str], deploy_file: str, extra: Sequence[str] = ()) -> int:
+    """Run a deploy file on the hosts asked for; pyinfra's exit code, which is 0 for some failures too."""
+    return _run(inventory, [*_limit_options(limits), *extra, inventory, deploy_file, "-y"]).returncode
+
+
+def _limit_options(limits: Sequence[str]) -> list[str]:
+    return [word for limit in limits for word in ("--limit", limit)]
+
+
+def plan_command(arguments: argparse.Namespace) -> int:
+    """Print the plan, write it as JSON, say by the exit code whether something would change."""
+    plan = make_plan(arguments.inventory, arguments.limit, arguments.pyinfra)
+    print(plan.text(), flush=True)
+    _write_json(plan, arguments)
+    return plan.exit_code(WOULD_CHANGE)
+
+
+def deploy_command(arguments: argparse.Namespace) -> int:
+    """Deploy, then look again: only a plan with nothing left to do is success.
+
+    What would be refused at its end, after engines and 595 GB, is refused before its first step.
+    """
+    print("looking before the first step", flush=True)
+    plan = make_plan(arguments.inventory, arguments.limit, arguments.pyinfra, quiet=True)
+    if plan.refusals:
+        raise RunFailed("refused, nothing was changed on any host:\n" + "\n".join(plan.refusals))
+    status = run_pyinfra(arguments.inventory, arguments.limit, DEPLOY_FILE, arguments.pyinfra)
+    if status != 0:
+        raise RunFailed(f"the deploy failed (pyinfra's exit code {status}); the next one goes on where it ended")
+    if plan.changes:
+        plan = make_plan(arguments.inventory, arguments.limit, arguments.pyinfra, quiet=True)
+    _write_json(plan, arguments)
+    code = plan.exit_code(FAILED)
+    if code == FAILED:
+        raise RunFailed(f"not converged, this is left to do:\n{plan.text()}")
+    for host in plan.hosts:
+        for text in plan.notices.get(host, []):
+            print(f"{host}: note: {text}")
+    print(talk_text(inventory_hosts(arguments.inventory), plan.hosts))
+    print("converged: " + ", ".join(plan.hosts))
+    for host, why in plan.pending.items():
+        print(f"{host}: reboot pending: {why}")
+    return code
+
+
+def _write_json(plan: Plan, arguments: argparse.Namespace) -> None:
+    path = Path(arguments.json or ROOT / ".plan" / f"{Path(arguments.inventory).stem}.json")
+    document = {**asdict(plan), "refusals": plan.refusals}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        if arguments.json:
+            raise RunFailed(f"{path} cannot be written: {error.strerror}") from None
+        print(f"note: the plan is not kept: {path} cannot be written: {error.strerror}", file=sys.stderr)
+
+
+def ended(work: Callable[[], int], when_interrupted: str) -> int:
+    """The exit code of a command's work; every failure is one message and exit code 1, an interrupt too."""
+    # Also where the caller ignores interrupts (a job in the background): pyinfra would end with 0 and be believed.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        return work()
+    except (CatalogError, RunFailed, SecretError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"failed: interrupted; {when_interrupted}", file=sys.stderr)
+    return FAILED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `plan` or `deploy`; every failure is one message and exit code 1, an interrupt too."""
+    parser = Parser(prog="python -m rig.cli.converge", description=(__doc__ or "").split("\n", 1)[0])
+    subparsers = parser.add_subparsers(required=True)
+    for name, run in (("plan", plan_command), ("deploy", deploy_command)):
+        sub = subparsers.add_parser(name)
+        sub.add_argument("inventory", help="such as inventory/gpu.py")
+        sub.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern; may be repeated")
+        sub.add_argument("--json", help="where to write the plan (default .plan/<inventory>.json)")
+        sub.add_argument("--pyinfra", action="append", default=[], help="a further option for pyinfra")
+        sub.set_defaults(run=run)
+    arguments = parser.parse_args(argv)
+
+    def work() -> int:
+        check_all()
+        code: int = arguments.run(arguments)
+        return code
+
+    return ended(work, "what was begun on the host is finished by the next deploy")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

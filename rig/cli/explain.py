@@ -1,0 +1,85 @@
+"""`make explain`: the page of each host of an inventory, or of recorded facts; changes nothing.
+
+Exit codes: 0 printed; 1 a host could not be read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rig.catalog.entries import ROOT, check_all
+from rig.catalog.yaml_source import CatalogError
+from rig.cli.arguments import Parser
+from rig.cli.converge import RunFailed, asked_hosts, pyinfra
+from rig.facts.host import FactsError, parse_host
+from rig.host.explanation import explain_json, explain_text
+from rig.host.topology import decide
+
+PAGES = "KIMI_RIG_PAGES"
+"""Environment variable: file that tasks/explain.py appends a JSON line a host to."""
+
+
+def live_pages(inventory: str, limits: Sequence[str]) -> list[dict[str, Any]]:
+    """The pages of live hosts. Raises RunFailed when one of them could not be read."""
+    hosts = asked_hosts(inventory, limits)
+    options = [word for limit in limits for word in ("--limit", limit)]
+    with tempfile.NamedTemporaryFile("r", prefix="kimi-rig-pages-") as pages:
+        command = pyinfra(*options, inventory, "tasks/explain.py", "--dry")
+        environment = {**os.environ, PAGES: pages.name}
+        result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+        found = [json.loads(line) for line in pages]
+    if missing := sorted(set(hosts) - {page["host"] for page in found}):
+        raise RunFailed(f"no page for {', '.join(missing)}:\n{result.stderr.strip()}")
+    return found
+
+
+def recorded_page(path: Path) -> dict[str, Any]:
+    """The page of a document that remote_script.py once wrote. Raises RunFailed when it is none."""
+    try:
+        facts = parse_host(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, FactsError) as error:
+        raise RunFailed(f"{path}: {error}") from None
+    decision = decide(facts)
+    return {
+        "host": path.stem,
+        "text": explain_text(path.stem, facts, decision),
+        "json": explain_json(path.stem, facts, decision),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the pages."""
+    parser = Parser(prog="python -m rig.cli.explain", description=(__doc__ or "").split("\n", 1)[0])
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("inventory", nargs="?", help="such as inventory/gpu.py")
+    source.add_argument("--facts", type=Path, help="a recorded document of remote_script.py instead of a live host")
+    parser.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern; may be repeated")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    arguments = parser.parse_args(argv)
+    try:
+        check_all()
+        pages = (
+            [recorded_page(arguments.facts)] if arguments.facts else live_pages(arguments.inventory, arguments.limit)
+        )
+    except (CatalogError, RunFailed) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("failed: interrupted", file=sys.stderr)
+        return 1
+    if arguments.format == "json":
+        print(json.dumps([page["json"] for page in pages], indent=2))
+    else:
+        print("\n".join(page["text"] for page in pages), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

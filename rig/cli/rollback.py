@@ -1,0 +1,53 @@
+"""`make rollback`: hosts return to the state before their last deploy: environments, units and flags together.
+
+Nothing is started or stopped beyond the host's restart policy. Shows what it does first. Exit codes: 0 rolled back;
+2 (--plan) it would change something; 1 failed, or there is nothing to return to.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from rig.cli.arguments import Parser
+from rig.cli.converge import CONVERGED, WOULD_CHANGE, RunFailed, ended, make_plan, run_pyinfra
+
+DEPLOY_FILE = "tasks/rollback.py"
+
+
+def rollback(arguments: argparse.Namespace) -> int:
+    """Show, roll back, look again. Raises RunFailed when a host is not in its earlier state."""
+    # Quoted: pyinfra would read an identity of digits as a number.
+    to = ["--data", f'rollback_to="{arguments.to}"'] if arguments.to else []
+    plan = make_plan(arguments.inventory, arguments.limit, to, DEPLOY_FILE)
+    print(plan.text(), flush=True)
+    if plan.refusals:
+        raise RunFailed("\n".join(plan.refusals))
+    if arguments.plan:
+        return plan.exit_code(WOULD_CHANGE)
+    status = run_pyinfra(arguments.inventory, arguments.limit, DEPLOY_FILE, to)
+    if status != 0:
+        raise RunFailed(f"the rollback failed (pyinfra's exit code {status}); run it again: it goes on where it ended")
+    left = make_plan(arguments.inventory, arguments.limit, ["--data", "rollback_again=yes"], DEPLOY_FILE)
+    if left.changes:
+        raise RunFailed(f"not rolled back, this is left to do:\n{left.text()}")
+    for host in left.hosts:
+        for text in left.notices.get(host, []):
+            print(f"{host}: note: {text}")
+    print("rolled back: " + ", ".join(left.hosts))
+    return CONVERGED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the rollback; every failure is one message and exit code 1."""
+    parser = Parser(prog="python -m rig.cli.rollback", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("inventory", help="such as inventory/gpu.py")
+    parser.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern; may be repeated")
+    parser.add_argument("--to", help="a state of the host's by its id; default: the one before the present one")
+    parser.add_argument("--plan", action="store_true", help="only show what would change")
+    arguments = parser.parse_args(argv)
+    return ended(lambda: rollback(arguments), "run it again to finish")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,208 @@
+"""`make status`: one line a host: what serves, since when, how its drafter does, drift, pending reboot.
+
+One ssh command a host, all hosts at once; reads only. Exit codes: 0 every host answered, 1 one did not, or a failure.
+Drift is what can be told cheaply: the host's receipt against this repository, and recorded files that are gone.
+`make verify` proves the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from rig.artifacts.receipt import receipt_items
+from rig.artifacts.rollback_states import rollback_text, rolled_back
+from rig.catalog.entries import check_all
+from rig.catalog.yaml_source import CatalogError
+from rig.cli.arguments import Parser
+from rig.cli.connect import ssh_words
+from rig.cli.converge import FAILED, RunFailed, asked_hosts, inventory_hosts
+from rig.host.settings import HostSettings
+from rig.operations.hostkit import hostkit_path
+from rig.plan.host_plan import host_plan
+from rigctl.contract import layout
+
+SECONDS = 40
+
+_SCRIPT = f"""
+section() {{ printf '\\n== %s\\n' "$1"; }}
+section system; ( . /etc/os-release; echo "$ID-$VERSION_ID" )
+section receipt; cat {layout.RECEIPT}
+section rigctl; {layout.RIGCTL} status --json
+section state; cat {layout.PRESENT_STATE}
+section pending; cat {layout.REBOOT_PENDING}
+section specifications; cat {layout.CONFIGURATIONS}/*.json | tr -d '\\n'
+section missing; while read -r kind name; do case $kind in file|link|tree)
+[ -e "$name" ] || [ -L "$name" ] || echo "$name";; esac; done < {layout.CREATED}
+exit 0
+"""
+
+
+@dataclass(frozen=True)
+class HostStatus:
+    """One host. accepted_since: UTC, of the active configuration. drift: findings, in words."""
+
+    host: str
+    reached: bool = True
+    trouble: str = ""
+    configuration: str | None = None
+    state: str = "idle"
+    release: str | None = None
+    accepted_since: str | None = None
+    acceptance_length: float | None = None
+    deployed: str | None = None
+    drift: list[str] = field(default_factory=list)
+    reboot_pending: str = ""
+    rolled_back: str = ""
+
+    def line(self) -> str:
+        """The host in one line."""
+        if not self.reached:
+            return f"{self.host}: cannot be reached: {self.trouble}"
+        if self.deployed is None:
+            return f"{self.host}: nothing is deployed"
+        parts = ["nothing serves"]
+        if self.configuration:
+            parts = [f"{self.configuration} {self.state} ({self.release})"]
+            parts += [f"accepted since {self.accepted_since}"] if self.accepted_since else []
+            parts += [f"acceptance length {self.acceptance_length:.2f}"] if self.acceptance_length is not None else []
+        parts += [self.rolled_back] if self.rolled_back else []
+        parts.append(f"drift: {'; '.join(self.drift) or 'none'}")
+        parts.append(f"reboot pending: {self.reboot_pending or 'no'}")
+        return f"{self.host}: {', '.join(parts)}"
+
+
+def read_status(name: str, data: Mapping[str, Any], output: str) -> HostStatus:
+    """Make sense of what the host said. Pure but for the catalogues. Raises CatalogError for wrong host data."""
+    sections = _sections(output)
+    receipt = _json(sections.get("receipt", ""))
+    if not isinstance(receipt, dict):
+        return HostStatus(name)
+    rows = [row for row in _json(sections.get("rigctl", "")) or [] if row["state"] not in ("inactive", "failed")]
+    serving = rows[0] if rows else {}
+    accepted = serving.get("accepted_at")
+    present = _json(sections.get("state", ""))
+    return HostStatus(
+        name,
+        configuration=serving.get("name"),
+        state=serving.get("state", "idle"),
+        release=serving.get("release"),
+        accepted_since=f"{datetime.fromtimestamp(accepted, UTC):%Y-%m-%d %H:%M} UTC" if accepted else None,
+        acceptance_length=serving.get("acceptance_length"),
+        deployed=f"{receipt.get('version')} at {receipt.get('at')}",
+        drift=_drift(data, sections, receipt, serving),
+        rolled_back=rollback_text(present) if rolled_back(present) else "",
+        reboot_pending="; ".join(sections.get("pending", "").split("\n")),
+    )
+
+
+def _drift(
+    data: Mapping[str, Any], sections: Mapping[str, str], receipt: Mapping[str, Any], serving: Mapping[str, Any]
+) -> list[str]:
+    wanted = receipt_items(host_plan(data, sections.get("system", ""), HostSettings()), hostkit_path())
+    found = receipt.get("items", {})
+    differs = [key for key in sorted({*wanted, *found}) if not _same(key, wanted.get(key), found.get(key))]
+    digests = {entry["name"]: entry["digest"] for entry in _documents(sections.get("specifications", ""))}
+    for name, digest in digests.items():
+        item = found.get(f"unit/{layout.unit_name(name)}")
+        if item and item.get("digest") != digest:
+            differs.append(f"unit/{layout.unit_name(name)}")
+    lines = [f"a deploy would change {', '.join(dict.fromkeys(differs))}"] if differs else []
+    lines += [f"{path} is missing" for path in sections.get("missing", "").splitlines() if path]
+    lines += [f"{serving['name']} is stale"] if serving.get("stale") else []
+    lines += ["rigctl does not answer"] if _json(sections.get("rigctl", "")) is None else []
+    return lines
+
+
+def _same(key: str, wanted: Any, found: Any) -> bool:
+    if wanted is None or found is None:
+        return False
+    # A unit's digest depends on the host's hardware: the host compares it with its own files.
+    return key.startswith("unit/") or {k: v for k, v in found.items() if k != "since"} == wanted
+
+
+def _sections(output: str) -> dict[str, str]:
+    parts = output.split("\n== ")[1:]
+    return {name.strip(): text.strip() for name, _, text in (part.partition("\n") for part in parts)}
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _documents(text: str) -> list[dict[str, Any]]:
+    """JSON objects written one after another."""
+    decoder, found, at = json.JSONDecoder(), [], 0
+    while at < len(text):
+        try:
+            document, at = decoder.raw_decode(text, at)
+        except ValueError:
+            break
+        found.append(document)
+    return found
+
+
+def ask(name: str, data: Mapping[str, Any]) -> HostStatus:
+    """Read one host's status. Never raises for a host that does not answer."""
+    if name.startswith("@") and name != "@local":
+        return HostStatus(name, reached=False, trouble="no machine stands behind this name (pyinfra's connectors)")
+    shell = ["sudo", "-n", "sh", "-s"] if data.get("_sudo") else ["sh", "-s"]
+    options = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+    command = shell if name == "@local" else [*ssh_words(name, data, *options), shlex.join(shell)]
+    try:
+        result = subprocess.run(
+            command, input=_SCRIPT, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return HostStatus(name, reached=False, trouble=f"no answer in {SECONDS} s")
+    except OSError as error:
+        return HostStatus(name, reached=False, trouble=f"{command[0]} cannot be run: {error.strerror}")
+    if result.returncode != 0:
+        words = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
+        return HostStatus(name, reached=False, trouble=words[-1])
+    return read_status(name, data, result.stdout)
+
+
+def status(inventory: str, limits: Sequence[str]) -> list[HostStatus]:
+    """The status of every host asked for, in the inventory's order. Raises RunFailed, CatalogError."""
+    names = asked_hosts(inventory, limits)
+    data = {host["name"]: host["data"] for host in inventory_hosts(inventory)}
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        return list(pool.map(lambda name: ask(name, data[name]), names))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the status of all hosts; 0 when every one answered."""
+    parser = Parser(prog="python -m rig.cli.status", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("inventory", help="such as inventory/gpu.py")
+    parser.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern; may be repeated")
+    parser.add_argument("--json", action="store_true", help="the same as one JSON list")
+    arguments = parser.parse_args(argv)
+    try:
+        check_all()
+        found = status(arguments.inventory, arguments.limit)
+    except (CatalogError, RunFailed) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("failed: interrupted", file=sys.stderr)
+        return FAILED
+    if arguments.json:
+        print(json.dumps([asdict(one) for one in found], indent=2))
+    else:
+        print("\n".join(one.line() for one in found))
+    return 0 if all(one.reached for one in found) else FAILED
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

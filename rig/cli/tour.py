@@ -1,0 +1,91 @@
+"""`make tour`: what kimi-rig does to a host with eight cards, from recorded facts. No host, no root, under a minute.
+
+The plan is the deploy's own dry run; unit and explanation are what the deploy would write.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rig.artifacts.units import unit_file
+from rig.bench import ledger
+from rig.bench.report import markdown
+from rig.catalog.entries import ROOT
+from rig.catalog.yaml_source import CatalogError
+from rig.cli.arguments import Parser
+from rig.cli.connect import talk_text
+from rig.cli.converge import FAILED, RunFailed, inventory_hosts, make_plan
+from rig.facts.host import parse_host
+from rig.host.explanation import explain_text
+from rig.plan.drafter_layers import drafters_text
+from rig.plan.host_plan import HostPlan, plan_from_facts
+from rigctl.contract.layout import UNITS, unit_name
+
+INVENTORY = "inventory/tour.py"
+FACTS = ROOT / "tests" / "fixtures" / "host" / "turin-direct.json"
+CONFIGURATION = "sglang-eagle3-custom"
+
+
+def recorded_plan(data: Mapping[str, Any]) -> HostPlan:
+    """The plan of the recorded host. Raises CatalogError."""
+    return plan_from_facts(data, parse_host(FACTS.read_text(encoding="utf-8")))
+
+
+def page_plan(_plan: HostPlan) -> str:
+    """What `make plan` says for it."""
+    return make_plan(INVENTORY, ()).text()
+
+
+def page_unit(plan: HostPlan) -> str:
+    """One serving unit."""
+    return unit_file(plan, CONFIGURATION)
+
+
+def page_explain(plan: HostPlan) -> str:
+    """What `make explain` says."""
+    return explain_text("turin", plan.facts, plan.decision) + drafters_text(plan)
+
+
+def page_report(_plan: HostPlan) -> str:
+    """What `make bench` reports, from the reported and published figures alone: nothing was measured on these cards."""
+    return markdown(ledger.references(ledger.read(ledger.DIRECTORY)))
+
+
+def page_talk(_plan: HostPlan) -> str:
+    """What a deploy says at its end, for a host by this name."""
+    [host] = inventory_hosts(INVENTORY)
+    return talk_text([{"name": "turin.example.com", "data": host["data"]}], ["turin.example.com"])
+
+
+PAGES: dict[str, tuple[str, Callable[[HostPlan], str]]] = {
+    "plan": ("make plan: what a deploy would do to a bare host with eight cards", page_plan),
+    "unit": (f"one of its units: {UNITS}/{unit_name(CONFIGURATION)}", page_unit),
+    "explain": ("make explain: what the host's hardware decides, and why", page_explain),
+    "report": ("make bench: its report, here with the figures that others reported", page_report),
+    "talk": ("the last lines of a deploy: how to talk to it", page_talk),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the pages asked for, all by default; 0, or 1 with the reason."""
+    parser = Parser(prog="python -m rig.cli.tour", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"of {', '.join(PAGES)}; default all")
+    arguments = parser.parse_args(argv)
+    if unknown := sorted(set(arguments.pages) - set(PAGES)):
+        parser.error(f"no page {', '.join(unknown)}; there are {', '.join(PAGES)}")
+    try:
+        [host] = inventory_hosts(INVENTORY)
+        plan = recorded_plan(host["data"])
+        for name in arguments.pages or PAGES:
+            title, page = PAGES[name]
+            print(f"== {title}\n\n{page(plan)}\n", flush=True)
+    except (CatalogError, RunFailed, ledger.LedgerError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,75 @@
+"""What is to be done about the NVIDIA driver: keep, install, or refuse. Pure.
+
+A driver that works and is new enough is kept, whatever brought it there; none is changed unasked, and never under a
+running engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rig.catalog.entries import Release
+from rig.facts.host import HostFacts, parse_version
+
+
+class Action(StrEnum):
+    """keep: nothing is done. install: packages are installed and held. refuse: the deploy ends with the reason."""
+
+    KEEP = "keep"
+    INSTALL = "install"
+    REFUSE = "refuse"
+
+
+@dataclass(frozen=True)
+class DriverStep:
+    """The decision and its reason; reboot: why one is needed before the driver is what it should be."""
+
+    action: Action
+    reason: str
+    reboot: str | None = None
+
+
+def minimum_driver(releases: Iterable[Release]) -> str:
+    """The highest of the drivers that CUDA releases need; "0" where none says."""
+    versions = [one.minimum_driver for one in releases if one.accelerator == "cuda" and one.minimum_driver]
+    return max(versions, key=lambda version: parse_version(version) or (), default="0")
+
+
+def driver_step(facts: HostFacts, minimum: str, *, upgrade: bool, in_use: bool) -> DriverStep:
+    """Decide from the facts. upgrade: the operator asked for it (host data driver_upgrade).
+
+    in_use: an engine of ours runs, or some process holds memory of a card.
+    """
+    driver = facts.driver
+    if not facts.gpus or facts.container not in (None, "none"):
+        return DriverStep(
+            Action.KEEP, "there is no NVIDIA card" if not facts.gpus else "a container takes its host's driver"
+        )
+    if driver.version is None and driver.on_disk is None:
+        return DriverStep(Action.INSTALL, "no driver is installed")
+    if driver.version is None or driver.mismatch:
+        loaded = f"driver {driver.version}" if driver.version else "no driver"
+        why = f"{loaded} is loaded, {driver.on_disk or 'another version'} is installed"
+        return DriverStep(Action.KEEP, why, reboot=why)
+    wrong = _wrong(facts, minimum)
+    if wrong is None:
+        return DriverStep(Action.KEEP, f"driver {driver.version} works and is kept")
+    if not upgrade or in_use:
+        what = (
+            "the cards are in use: stop what uses them first"
+            if upgrade
+            else "it is not changed unasked: set driver_upgrade for this host"
+        )
+        return DriverStep(Action.REFUSE, f"{wrong}; {what}")
+    return DriverStep(Action.INSTALL, wrong, reboot=f"driver {driver.version} stays loaded until then")
+
+
+def _wrong(facts: HostFacts, minimum: str) -> str | None:
+    driver = facts.driver
+    if (parse_version(driver.version or "") or ()) < (parse_version(minimum) or ()):
+        return f"driver {driver.version} is older than {minimum}, which an engine release needs"
+    if driver.open_module is False and any((gpu.compute_capability or (0, 0)) >= (10, 0) for gpu in facts.gpus):
+        return f"driver {driver.version} has proprietary modules, Blackwell needs the open ones"
+    return None

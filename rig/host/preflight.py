@@ -1,0 +1,429 @@
+"""Everything that could fail later, found before anything long begins, and all of it at once. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rig.catalog.entries import Configuration, Release
+from rig.facts.host import DataPath, Gpu, HostFacts, parse_version
+from rig.host.cuda_toolkit import BUILD, SERVE
+from rig.host.live_settings import reboot_pending
+from rig.host.memory_fit import Fit
+from rig.host.settings import TIME_UNIT, Confidence, Kind
+from rig.host.topology import REFUSED_ATTENTION, Decision
+
+GIB = 1 << 30
+SHM = "/dev/shm"  # noqa: S108
+SHM_WANTED = 8 * GIB  # the least of the published launches (local-inference-lab/rtx6kpro compose files: 8 to 32 GB)
+RIVALS = (
+    "display-manager.service",
+    "gdm.service",
+    "lightdm.service",
+    "sddm.service",
+    "ollama.service",
+    "vllm.service",
+    "sglang.service",
+)
+EPHEMERAL = re.compile(r"Instance Storage|nvme_card|Virtual Disk.*Temporary", re.I)
+"""Disk models whose content a provider does not keep: Amazon's instance store, Google's local SSD."""
+
+
+class Severity(StrEnum):
+    """error: it would fail. warning: it may, or it will be slow. note: worth knowing."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing found: what is wrong and where, and what to do."""
+
+    severity: Severity
+    code: str
+    message: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.message}{'; ' + self.remedy if self.remedy else ''} [{self.code}]"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the deploy will ask of the host."""
+
+    serving: Mapping[str, Configuration] = field(default_factory=dict)
+    releases: Mapping[str, Release] = field(default_factory=dict)
+    space: Mapping[str, int] = field(default_factory=dict)
+    """Bytes yet to be written below each path; the paths must be among the facts'."""
+    fits: tuple[Fit, ...] = ()
+    not_accounted: Mapping[str, str] = field(default_factory=dict)
+    """Configurations whose memory cannot be accounted for yet: name -> checkpoint whose config is not known."""
+    cuda_home: str | None = None
+    """The CUDA toolkit that the operator named."""
+    without_nvcc: tuple[str, ...] = ()
+    """CUDA releases that bring no compiler, and for which the host has none that suits."""
+    own_ports: frozenset[int] = frozenset()
+    """Ports that services of ours listen on at present."""
+    must_reach: frozenset[str] = frozenset()
+    """URLs that the operator names; the others are sources of what is yet to be fetched."""
+    may_reboot: bool = False
+    driver_upgrade: bool = False
+    """The host stage may replace the driver, so one that is too old is no error."""
+    accept_known_bad: frozenset[str] = frozenset()
+    """Releases that the host's data takes although they are known to be bad."""
+
+    def releases_on(self, accelerator: str) -> dict[str, Release]:
+        """The releases in use for an accelerator."""
+        used = {one.release for one in self.serving.values()}
+        return {n: r for n, r in self.releases.items() if n in used and r.accelerator == accelerator}
+
+
+def preflight(facts: HostFacts, decision: Decision, needs: Needs) -> list[Finding]:
+    """All findings, errors first."""
+    found = [finding for check in CHECKS for finding in check(facts, decision, needs)]
+    return sorted(found, key=lambda finding: list(Severity).index(finding.severity))
+
+
+def _error(code: str, message: str, remedy: str = "") -> Finding:
+    return Finding(Severity.ERROR, code, message, remedy)
+
+
+def _warning(code: str, message: str, remedy: str = "") -> Finding:
+    return Finding(Severity.WARNING, code, message, remedy)
+
+
+def _note(code: str, message: str, remedy: str = "") -> Finding:
+    return Finding(Severity.NOTE, code, message, remedy)
+
+
+def _cards(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    wanted: dict[str, list[str]] = {}
+    usable = {card.index for card in decision.cards}
+    for name, configuration in needs.serving.items():
+        if missing := [str(index) for index in configuration.gpus if index not in usable]:
+            wanted.setdefault(", ".join(missing), []).append(name)
+    for missing_cards, names in wanted.items():
+        there = f"{len(decision.cards)} usable of {len(facts.gpus)} on the bus"
+        yield _error(
+            "cards",
+            f"{', '.join(names)} need card {missing_cards}, and this host has {there}",
+            "look for the missing card in `lspci -d 10de:` and in the kernel's log (Xid), or change `gpus`",
+        )
+    for gpu in facts.gpus:
+        if gpu.answers is False:
+            yield _error("card-silent", f"{_card(gpu)} is on the bus and does not answer", "power the host off and on")
+        if gpu.mig:
+            yield _error("mig", f"{_card(gpu)} is in MIG mode", f"`nvidia-smi -i {gpu.index} -mig 0`")
+        if gpu.bound_to not in (None, "nvidia", "nouveau"):
+            yield _error("card-taken", f"{_card(gpu)} belongs to {gpu.bound_to}", "give it back to the nvidia driver")
+    for gpu in decision.left_out:
+        if gpu.answers is not False:
+            yield _warning("card-mixed", f"{_card(gpu)} differs from the other cards and serves nothing")
+
+
+def _links(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    cards = decision.cards
+    gen, gen_max, width = (
+        max((value for card in cards if (value := getattr(card, name)) is not None), default=0)
+        for name in ("link_gen", "link_gen_max", "link_width_max")
+    )
+    for card in cards:
+        if (card.link_gen_max or gen_max) < gen_max:
+            yield _warning(
+                "link-speed",
+                f"{_card(card)} can do PCIe gen {card.link_gen_max} where its neighbours can do {gen_max}",
+                "check slot, riser and BIOS",
+            )
+        elif (card.link_gen or gen) < gen:
+            yield _warning(
+                "link-speed",
+                f"{_card(card)} runs at PCIe gen {card.link_gen} and others at {gen}",
+                "cards at rest lower it: look again under load",
+            )
+        if (card.link_width or width) < width:
+            yield _warning(
+                "link-width",
+                f"{_card(card)} has {card.link_width} of {width} lanes",
+                "check slot, riser and bifurcation",
+            )
+        if len(cards) > 1 and card.bar1_bytes and card.memory_mib and card.bar1_bytes < card.memory_mib << 20:
+            yield _warning(
+                "bar1",
+                f"{_card(card)} shows {card.bar1_bytes / GIB:g} GiB of its memory on the bus (BAR1): no P2P",
+                "switch on Above 4G Decoding and Resizable BAR, and the card's compute mode (displaymodeselector)",
+            )
+
+
+def _driver(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    driver = facts.driver
+    if not facts.gpus:
+        return
+    if driver.mismatch:
+        installed = f"{driver.on_disk or 'another version'} is installed"
+        yield _warning(
+            "driver-mismatch",
+            f"driver {driver.version} is loaded, {installed}: no CUDA before a reboot",
+            "`make reboot`",
+        )
+        return  # the next deploy judges what is loaded then
+    if driver.smi_error:
+        yield _error("nvidia-smi", f"nvidia-smi: {driver.smi_error}", "see the kernel's log (NVRM, Xid)")
+    if driver.open_module is False and any((gpu.compute_capability or (0, 0)) >= (10, 0) for gpu in facts.gpus):
+        replaced = _note if needs.driver_upgrade else _error
+        yield replaced(
+            "driver-proprietary",
+            "Blackwell cards need the open kernel modules (sapcc/metal-images#399)",
+            "set driver_upgrade for this host, or install nvidia-open in place of the proprietary modules yourself",
+        )
+    if driver.version is None:
+        yield _note("driver-none", "no NVIDIA driver is loaded", "the host stage installs it")
+        return
+    for name, release in needs.releases_on("cuda").items():
+        if release.minimum_driver and (parse_version(driver.version) or ()) < (
+            parse_version(release.minimum_driver) or ()
+        ):
+            text = f"release {name} needs driver {release.minimum_driver}, this host has {driver.version}"
+            if needs.driver_upgrade:
+                yield _note("driver-old", text, "the host stage replaces it")
+            else:
+                yield _error(
+                    "driver-old", text, "a working driver is not changed unasked: set driver_upgrade for this host"
+                )
+    if len(facts.device_nodes) < len(facts.gpus) or not facts.nvidia_uvm_node:
+        yield _error(
+            "device-nodes",
+            f"{len(facts.device_nodes)} of {len(facts.gpus)} /dev/nvidia* nodes, "
+            f"/dev/nvidia-uvm {'is' if facts.nvidia_uvm_node else 'is not'} there (NVIDIA/gpu-operator#2685)",
+            "`nvidia-modprobe -u -c 0`, and start nvidia-persistenced",
+        )
+
+
+def _compilers(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    home = needs.cuda_home
+    version = facts.toolkits.get(home) if home else None
+    if home is not None and version is None:
+        why = "says no version" if home in facts.toolkits else "is not there"
+        yield _error(
+            "cuda-home",
+            f"cuda_home is {home}, and {home}/bin/nvcc {why}",
+            "install the CUDA toolkit there, name another, or leave cuda_home out",
+        )
+    elif version is not None and version < SERVE:
+        does = "neither builds nor compiles" if version < BUILD else "builds, and does not compile at serve time,"
+        severity = Severity.ERROR if version < BUILD else Severity.WARNING
+        yield Finding(
+            severity,
+            "cuda-old",
+            f"{home} is CUDA {_dotted(version)}, which {does} for SM120 (vllm-project/vllm#50705)",
+            f"{_dotted(BUILD)} builds, {_dotted(SERVE)} does both",
+        )
+    if home is None and needs.without_nvcc and decision.cards and decision.cards[0].compute_capability == (12, 0):
+        have = ", ".join(f"{path} ({_dotted(found)})" for path, found in facts.toolkits.items()) or "none"
+        yield _warning(
+            "cuda-none",
+            f"{', '.join(needs.without_nvcc)}: kernels that are compiled at the first request need a CUDA toolkit of "
+            f"their version, {_dotted(SERVE)} or newer (flashinfer-ai/flashinfer#3633); this host has {have}",
+            "install one (cuda-nvcc and cuda-cudart-dev of NVIDIA's repository), or set VLLM_USE_FLASHINFER_SAMPLER=0",
+        )
+    if facts.gcc is not None and facts.gcc >= (16,):
+        yield _warning(
+            "gcc-new", f"gcc {_dotted(facts.gcc)} breaks what nvcc compiles for SM120", "install gcc-15 or older"
+        )
+
+
+def _dotted(version: tuple[int, ...] | None) -> str:
+    return ".".join(map(str, version)) if version else "unknown version"
+
+
+def _secure_boot(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    if not facts.secure_boot or not facts.gpus:
+        return
+    if facts.driver.on_disk and not facts.driver.signer:
+        yield _error(
+            "secure-boot",
+            "secure boot is on and the nvidia module has no signature: it will not load",
+            "enrol the DKMS key (mokutil --import), install signed modules, or switch secure boot off",
+        )
+    elif not facts.driver.on_disk and facts.driver.version is None:
+        yield _warning(
+            "secure-boot",
+            "secure boot is on: modules that DKMS builds load only once their key is enrolled at the console",
+            "use the distribution's signed modules, or switch secure boot off",
+        )
+
+
+def _memory(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    for one in needs.fits:
+        if not one.starts:
+            yield _error(
+                "memory-fit",
+                f"{one.name} does not fit: {one}",
+                "lower context_length, raise memory_fraction, or take an FP8 cache where the engine has one",
+            )
+        elif one.tokens < 2 * one.context:
+            many = "one request of full length" if one.fits else "no request of full length"
+            yield _warning("memory-tight", f"{one.name} has room for {many}: {one}")
+    for checkpoint in sorted(set(needs.not_accounted.values())):
+        names = ", ".join(name for name, of in needs.not_accounted.items() if of == checkpoint)
+        yield _note("memory-unknown", f"whether it fits is not known before {checkpoint} is on the host: {names}")
+    shm = facts.paths.get(SHM)
+    if needs.releases_on("cuda") and shm is not None and shm.free < SHM_WANTED:
+        yield _warning(
+            "shm",
+            f"{SHM} has {shm.free / GIB:.1f} GiB free; engines want 8 or more (sgl-project/sglang#40723)",
+            "remove what a killed engine left there, or mount it larger",
+        )
+
+
+def _space(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    by_device: dict[int, list[str]] = {}
+    for path in needs.space:
+        if path in facts.paths:
+            by_device.setdefault(facts.paths[path].device, []).append(path)
+        else:
+            yield _error("space", f"{path}: its free space is not known")
+    for paths in by_device.values():
+        need, place = sum(needs.space[path] for path in paths), facts.paths[paths[0]]
+        if need > place.free:
+            yield _error(
+                "space",
+                f"{' and '.join(paths)} need {need / 1e9:,.0f} GB, {place.mount} has {place.free / 1e9:,.0f} GB free",
+                "free space there, or move the path (inventory/group_data)",
+            )
+    for path, place in facts.paths.items():
+        if path in needs.space or path not in ("/", SHM):
+            yield from _file_system(place)
+
+
+def _file_system(place: DataPath) -> Iterator[Finding]:
+    if place.filesystem in ("tmpfs", "overlay", "ramfs"):
+        yield _warning("ephemeral", f"{place.path} is on {place.filesystem}: it is empty after a reboot", "use a disk")
+    if place.filesystem == "zfs":
+        yield _warning("zfs", f"{place.path} is on ZFS, which froze several such hosts", "ext4 is what others run")
+    for disk in place.disks:
+        if disk.model and EPHEMERAL.search(disk.model):
+            yield _warning("ephemeral", f"{place.path} is on {disk.model}, which the provider does not keep")
+
+
+def _system(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    for name, release in (needs.releases_on("cuda") | needs.releases_on("cpu")).items():
+        if release.minimum_glibc and facts.glibc and facts.glibc < (parse_version(release.minimum_glibc) or ()):
+            have = _dotted(facts.glibc)
+            yield _error("glibc", f"release {name} needs glibc {release.minimum_glibc}, this host has {have}")
+    ports: dict[int, list[str]] = {}
+    for name, configuration in needs.serving.items():
+        ports.setdefault(configuration.listen.port, []).append(name)
+    for port, names in ports.items():
+        if facts.ports is not None and port in facts.ports and port not in needs.own_ports:
+            yield _warning("port", f"port {port} of {', '.join(names)} is taken", f"see `ss -ltnp sport = :{port}`")
+    for url, why in facts.probes.items():
+        if why is not None:
+            severity = Severity.ERROR if url in needs.must_reach else Severity.WARNING
+            message = f"{url} cannot be reached from the host: {why}"
+            yield Finding(severity, "source", message, "check DNS, proxy and firewall")
+    if facts.clock_synchronised is False:
+        remedy = (
+            f"the host stage starts {TIME_UNIT}" if TIME_UNIT in facts.units else "install systemd-timesyncd or chrony"
+        )
+        yield _warning("clock", "the clock is not synchronised", remedy)
+    if facts.cpu.turin and (parse_version(facts.kernel or "") or (99,)) < (6, 17):
+        yield _note("kernel-old", f"kernel {facts.kernel} shows xGMI links of EPYC Turin as unknown; 6.17 does not")
+
+
+def _known_bad(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    for name, release in (needs.releases_on("cuda") | needs.releases_on("cpu")).items():
+        for bad in (one for one in release.known_bad if one.refuse):
+            message = f"release {name} is known to be bad: {bad.what} ({bad.thread})"
+            if name in needs.accept_known_bad:
+                yield _warning("known-bad", message, "it is taken because the host's accept_known_bad names it")
+            else:
+                yield _error("known-bad", message, "choose another release, or name it in the host's accept_known_bad")
+
+
+def _rivals(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    if not facts.gpus:
+        return
+    for name in RIVALS:
+        if name in facts.units and facts.units[name].active:
+            yield _warning("rival", f"{name} runs and may hold GPU memory", f"`systemctl disable --now {name}`")
+    for process in facts.processes or ():
+        yield _note(
+            "gpu-in-use", f"process {process.pid} ({process.name}) holds {process.memory_mib} MiB of {process.gpu_uuid}"
+        )
+    held = set(facts.holds) | set(facts.upgrade_blacklist)
+    if facts.unattended_upgrades and not _covered("linux-image", held):
+        yield _note(
+            "unattended-kernel",
+            "unattended upgrades may install a kernel: the next boot takes it, and the driver's module is built for it",
+            'put "linux-image" into Unattended-Upgrade::Package-Blacklist to keep this one',
+        )
+    drivers = [name for name in facts.packages if re.match(r"nvidia-(open|driver|dkms)|cuda-drivers", name)]
+    if facts.unattended_upgrades and any(not _covered(name, held) for name in drivers or ["nvidia-open"]):
+        yield _warning(
+            "unattended-upgrades",
+            "unattended upgrades may change kernel and driver under a running engine",
+            "the host stage holds a driver that it installs; put nvidia into Unattended-Upgrade::Package-Blacklist",
+        )
+
+
+def _covered(package: str, patterns: set[str]) -> bool:
+    return any(package == pattern or package.startswith(pattern.rstrip("-*")) for pattern in patterns)
+
+
+def _settings(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    if "host" in facts.unknown:
+        yield _warning("facts", f"the host could not be read: {facts.unknown['host']}", "deploy again after this run")
+    waiting = reboot_pending(decision.settings, facts)
+    if waiting:
+        text = ", ".join(one.key for one in waiting)
+        remedy = "`make reboot`" if needs.may_reboot else "allow it with --data reboot=yes, or reboot it yourself"
+        yield _note("reboot", f"needs a reboot before serving: {text}", remedy)
+    if facts.virtualisation not in (None, "none") and facts.container in (None, "none"):
+        yield Finding(
+            Severity.WARNING if waiting and needs.may_reboot else Severity.NOTE,
+            "virtual",
+            f"this is a virtual machine ({facts.virtualisation}): IOMMU, ACS and links are its host's, and a provider "
+            "may not bring it back, or not with the same disks, after a reboot",
+            "ask the provider before `make reboot`",
+        )
+    if facts.container not in (None, "none"):
+        yield _note("container", f"this is a container ({facts.container}): kernel, driver and units are its host's")
+    for one in decision.settings:
+        if one.confidence is Confidence.OPERATOR:
+            value = one.value if one.applied else "left alone"
+            yield _note("override", f"{one.key} = {value} by override; the policy has {one.replaces or 'no opinion'}")
+        if one.kind is Kind.POWER_LIMIT and one.applied:
+            yield from _power(int(one.value or 0), decision.cards)
+    for name, configuration in needs.serving.items():
+        yield from _attention(name, configuration, decision, needs)
+
+
+def _power(watts: int, cards: tuple[Gpu, ...]) -> Iterator[Finding]:
+    for card in cards:
+        low, high = card.power_min_w, card.power_max_w
+        if low is not None and high is not None and not low <= watts <= high:
+            yield _error("power-limit", f"{_card(card)} allows {low:g} to {high:g} W, the override asks for {watts} W")
+
+
+def _attention(name: str, configuration: Configuration, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    release = needs.releases.get(configuration.release)
+    if release is None or not decision.cards or decision.cards[0].compute_capability != (12, 0):
+        return
+    for flag in ("attention-backend", "decode-attention-backend", "prefill-attention-backend"):
+        backend = str(configuration.flags.get(flag, ""))
+        if why := REFUSED_ATTENTION[release.engine].get(backend):
+            yield _error(
+                "attention", f"{name}: --{flag} {backend} {why}", f"take {decision.host.attention[release.engine]}"
+            )
+
+
+def _card(gpu: Gpu) -> str:
+    return f"card {gpu.index} ({gpu.address})"
+
+
+CHECKS = (_cards, _links, _driver, _compilers, _secure_boot, _memory, _space, _system, _known_bad, _rivals, _settings)

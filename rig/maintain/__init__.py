@@ -1,0 +1,1 @@
+"""Commands that change this repository: locks, new engine releases, pinned revisions."""

@@ -1,0 +1,138 @@
+"""`make pin CHECKPOINT=...`: pin a checkpoint's revision, and write its manifest into inventory/manifests/.
+
+A hub entry without a revision gets the commit that the hub calls main now; --revision takes another one. Where the
+source cannot be asked nothing is changed. Exit codes: 0 pinned, 1 not, 64 wrong usage.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rig.artifacts.checkpoint_orders import local_manifest, patterns, source_of
+from rig.catalog.entries import INVENTORY, Checkpoint, DirectorySource, GeneratorSource, HubSource, load_catalog
+from rig.catalog.yaml_source import CatalogError
+from rig.cli.arguments import Parser
+from rigctl.checkpoints import spec
+from rigctl.checkpoints.manifest import Manifest
+from rigctl.checkpoints.paths import write_json, write_whole
+from rigctl.checkpoints.progress import Progress, human_bytes
+from rigctl.checkpoints.sources import open_source
+from rigctl.cli import RigctlError
+
+CATALOGUE = INVENTORY / "checkpoints.yaml"
+
+
+class PinFailed(Exception):
+    """The checkpoint stays as it is; the text says why."""
+
+
+def pin(name: str, revision: str | None, token_file: Path | None) -> tuple[Manifest, bool]:
+    """Write the manifest (and a hub entry's revision); (the manifest, whether anything changed).
+
+    Raises PinFailed, CatalogError.
+    """
+    entry = load_catalog().checkpoints.get(name)
+    if entry is None:
+        raise PinFailed(f"checkpoints.yaml has no entry {name}")
+    if isinstance(entry.source, DirectorySource | GeneratorSource):
+        raise PinFailed(f"checkpoint {name} is of kind {entry.source.kind}: it has no source with a revision")
+    if revision is not None and not isinstance(entry.source, HubSource):
+        raise PinFailed(f"checkpoint {name} is of kind {entry.source.kind}: only a hub repository has revisions")
+    manifest = listed(name, entry, revision, token_file)
+    changed = False
+    if isinstance(entry.source, HubSource):
+        changed = revise(CATALOGUE, name, entry.source, str(manifest.revision))
+    return manifest, written(local_manifest(name), manifest) or changed
+
+
+def listed(name: str, entry: Checkpoint, revision: str | None, token_file: Path | None) -> Manifest:
+    """What the source has, of the files that the entry wants. Raises PinFailed."""
+    source: dict[str, Any] = source_of(entry)
+    if source["type"] == "hub":
+        source = {**source, "revision": revision or source["revision"], "allow_unpinned": True}
+        source |= {"token": {"file": str(token_file)}} if token_file else {}
+    content = {"name": name, "destination": f"/{name}", "source": source, "retries": 2, **patterns(entry)}
+    try:
+        wanted = spec.parse({**content, "digests": entry.digests}, f"checkpoints.{name}")
+        found = open_source(wanted, Progress(name), threading.Event()).listing()
+        if found is None:
+            raise PinFailed(f"checkpoint {name}: its source lists nothing")
+        return found.select(wanted.include, wanted.exclude).agreeing(wanted.digests)
+    except RigctlError as error:
+        raise PinFailed(f"checkpoint {name} stays as it is: {error}") from error
+
+
+def written(place: Path, manifest: Manifest) -> bool:
+    """Write a manifest; False if it was there already."""
+    before = place.read_bytes() if place.is_file() else b""
+    write_json(place, manifest.to_json())
+    return place.read_bytes() != before
+
+
+def revise(catalogue: Path, name: str, source: HubSource, revision: str) -> bool:
+    """Put the revision into the entry, by its text: comments and order stay. Raises PinFailed, CatalogError."""
+    if source.revision == revision:
+        return False
+    text = catalogue.read_text(encoding="utf-8")
+    entry = re.search(rf"^{re.escape(name)}:.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+    if entry is None:
+        raise PinFailed(
+            f"{catalogue.name}: the entry {name} is not written as a block; put revision: {revision} into it"
+        )
+    block = entry[0]
+    if source.revision is not None:
+        fresh = block.replace(source.revision, revision)
+    else:
+        # `repository: a/b` in a block gets a line of its own, in braces a key beside it.
+        fresh = re.sub(
+            r"(?m)^(?P<indent>[ ]+)(?P<key>repository:[ ]*[\w./-]+)(?P<rest>[ ]*(?:#.*)?)$",
+            rf"\g<indent>\g<key>\g<rest>\n\g<indent>revision: {revision}",
+            block,
+        )
+        if fresh == block:
+            fresh = re.sub(r"(repository:[ ]*[\w./-]+)(?=[ ]*[,}])", rf"\1, revision: {revision}", block)
+    write_whole(catalogue, text.replace(block, fresh))
+    load_catalog.cache_clear()
+    try:
+        pinned = load_catalog(None, catalogue.parent).checkpoints[name].source
+        if source.model_copy(update={"revision": revision}) != pinned:
+            raise PinFailed(
+                f"{catalogue.name}: put revision: {revision} into {name} by hand: its text was not understood"
+            )
+    except (CatalogError, PinFailed):
+        write_whole(catalogue, text)
+        raise
+    return True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Pin one checkpoint."""
+    parser = Parser(prog="python -m rig.maintain.pin", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("checkpoint", help="an entry of inventory/checkpoints.yaml")
+    parser.add_argument("--revision", help="a commit (40 hex digits); default: the entry's, or what is main now")
+    parser.add_argument("--token-file", type=Path, help="file with a hub token that only its owner reads")
+    arguments = parser.parse_args(argv)
+    try:
+        manifest, changed = pin(arguments.checkpoint, arguments.revision, arguments.token_file)
+    except (CatalogError, PinFailed) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"failed: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("failed: interrupted", file=sys.stderr)
+        return 1
+    word = "pinned" if changed else "unchanged"
+    at = f" at {manifest.revision}" if manifest.revision else ""
+    print(f"{arguments.checkpoint}: {word}{at}, {len(manifest.files)} files, {human_bytes(manifest.total)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

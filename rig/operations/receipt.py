@@ -1,0 +1,51 @@
+"""Write the receipt: the last thing a deploy does, so a receipt never says more than is there."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import socket
+import subprocess
+from datetime import UTC, datetime
+from functools import cache
+
+from pyinfra import host
+from pyinfra.api import operation
+
+from rig.artifacts.receipt import merged, receipt_items
+from rig.catalog.entries import ROOT
+from rig.facts.state import JsonFile
+from rig.operations.common import Commands, note, reached
+from rig.operations.files import File, write
+from rig.operations.hostkit import hostkit_path
+from rig.plan.host_plan import HostPlan
+from rigctl.contract import layout
+
+
+@operation()
+def receipt(plan: HostPlan) -> Commands:
+    """The receipt on the host says what this deploy installed."""
+    reached()
+    new = merged(
+        host.get_fact(JsonFile, path=layout.RECEIPT),
+        receipt_items(plan, hostkit_path()),
+        now=datetime.now(UTC).isoformat(timespec="seconds"),
+        by=f"{getpass.getuser()}@{socket.gethostname()}",
+        version=product_version(),
+    )
+    if new is None:
+        host.noop(f"{layout.RECEIPT} is up to date")
+        return
+    note(f"{layout.RECEIPT} is brought up to date")
+    yield write(File(layout.RECEIPT, json.dumps(new, indent=2).encode() + b"\n"), existed=False)
+
+
+@cache
+def product_version() -> str:
+    """The commit this repository stands at, "-dirty" with local changes, or "unknown" outside or without git."""
+    describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        result = subprocess.run(describe, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return result.stdout.strip() if result.returncode == 0 else "unknown"

@@ -1,0 +1,115 @@
+"""Engine dialects: one catalogue entry in, the engine's command line out. Pure.
+
+Flag names as the engines' own parsers know them (vLLM 0.16 to 0.33, SGLang 0.5.9 to 0.5.23).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rig.catalog.entries import Configuration, FlagValue, Release
+
+
+@dataclass(frozen=True)
+class Locations:
+    """Absolute paths on the host that a command line names."""
+
+    python: str
+    target: str
+    drafter: str | None
+
+
+def command_line(
+    configuration: Configuration, release: Release, at: Locations, drain_seconds: int | None = None
+) -> list[str]:
+    """The engine's argv, without secrets (API keys travel as credentials).
+
+    drain_seconds: how long running requests may take after a stop, for a release that takes it as a flag.
+    """
+    dialect = {"vllm": _vllm, "sglang": _sglang}[release.engine]
+    argv = [at.python, *release.launch]
+    drain = {"shutdown-timeout": drain_seconds} if release.drain == "flag" and drain_seconds is not None else {}
+    for name, value in {**dialect(configuration, at), **drain, **configuration.flags}.items():
+        argv += list(_flag(name, value))
+    return argv
+
+
+def served_model_name(configuration: Configuration, at: Locations) -> str:
+    """The name clients use."""
+    return configuration.served_model_name or at.target
+
+
+def _vllm(configuration: Configuration, at: Locations) -> dict[str, FlagValue]:
+    flags: dict[str, FlagValue | None] = {
+        "model": at.target,
+        "served-model-name": served_model_name(configuration, at),
+        "host": configuration.listen.host,
+        "port": configuration.listen.port,
+        "tensor-parallel-size": configuration.tensor_parallel,
+        "max-model-len": configuration.context_length,
+        "max-num-seqs": configuration.max_running_requests,
+        "gpu-memory-utilization": configuration.memory_fraction,
+        "tool-call-parser": configuration.tool_call_parser,
+        "enable-auto-tool-choice": configuration.tool_call_parser is not None,
+        "reasoning-parser": configuration.reasoning_parser,
+        "trust-remote-code": configuration.trust_remote_code,
+    }
+    speculation = configuration.speculation
+    if speculation is not None and at.drafter is not None:
+        flags["speculative-config"] = {
+            "method": "eagle3",
+            "model": at.drafter,
+            "num_speculative_tokens": speculation.steps,
+            **speculation.options,
+        }
+    return _present(flags)
+
+
+def _sglang(configuration: Configuration, at: Locations) -> dict[str, FlagValue]:
+    flags: dict[str, FlagValue | None] = {
+        "model-path": at.target,
+        "served-model-name": served_model_name(configuration, at),
+        "host": configuration.listen.host,
+        "port": configuration.listen.port,
+        "tp-size": configuration.tensor_parallel,
+        "context-length": configuration.context_length,
+        "max-running-requests": configuration.max_running_requests,
+        "mem-fraction-static": configuration.memory_fraction,
+        "tool-call-parser": configuration.tool_call_parser,
+        "reasoning-parser": configuration.reasoning_parser,
+        "trust-remote-code": configuration.trust_remote_code,
+    }
+    speculation = configuration.speculation
+    if speculation is not None and at.drafter is not None:
+        flags |= {
+            "speculative-algorithm": "EAGLE3",
+            "speculative-draft-model-path": at.drafter,
+            "speculative-num-steps": speculation.steps,
+            "speculative-eagle-topk": speculation.topk,
+            "speculative-num-draft-tokens": speculation.draft_tokens or speculation.steps + 1,
+        }
+    return _present(flags)
+
+
+def _present(flags: Mapping[str, FlagValue | None]) -> dict[str, FlagValue]:
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+def _flag(name: str, value: FlagValue) -> Iterator[str]:
+    if value is False:
+        return
+    yield f"--{name}"
+    if value is True:
+        return
+    yield from _words(value)
+
+
+def _words(value: Any) -> list[str]:
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    if isinstance(value, Mapping):
+        return [json.dumps(value, separators=(", ", ": "), ensure_ascii=False)]
+    return [str(value)]

@@ -1,0 +1,370 @@
+"""Everything one host shall have, as pure data: from its inventory data, the catalogues and a few facts.
+
+The deploy, the verification and the receipt read the same HostPlan, so nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pyinfra.api.arguments import all_global_arguments
+from pyinfra.api.connectors import get_all_connectors
+
+from rig.catalog.entries import (
+    ROOT,
+    Catalog,
+    Checkpoint,
+    Configuration,
+    HostPath,
+    HubSource,
+    Package,
+    Release,
+    Text,
+    load_catalog,
+    overlapping,
+)
+from rig.catalog.supervision import Supervision
+from rig.catalog.yaml_source import CatalogError, nearest
+from rig.facts.host import HostFacts
+from rig.host.cuda_toolkit import toolkit_for
+from rig.host.settings import ACS_UNIT, HostSettings, with_host
+from rig.host.system_files import HostFileError, host_files
+from rig.host.topology import Decision, TopologyError, decide
+from rig.plan.command_lines import Locations
+from rigctl.contract import layout
+
+# The interpreter of each supported distribution (os-release ID-VERSION_ID), known before anything is installed.
+DISTRIBUTION_PYTHON = {"debian-12": "3.11", "ubuntu-24.04": "3.12"}
+
+
+HUB = "https://huggingface.co"
+"""Where a repository lies that names no endpoint (huggingface_hub's default)."""
+
+COMMAND_KEYS = {"bench_sweep", "bench_configurations", "rollback_to", "rollback_again"}
+"""Read by tasks/benchmark.py and tasks/rollback.py, not part of a plan."""
+
+
+def _service_user(name: str) -> str:
+    if name == "root" or not re.fullmatch(r"[a-z_][a-z0-9_-]{0,30}", name):
+        raise ValueError("the name of a system user other than root: lower-case letters, digits, '_' and '-'")
+    return name
+
+
+class HostData(BaseModel):
+    """The host data of inventory/group_data/all.py, typed; see `refuse_unknown` for all others."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+    ml_env: HostPath
+    wheels: HostPath | None = None
+    models: HostPath
+    drafters: HostPath
+    configurations: list[str] | None = None
+    catalogue_overlay: str | None = None
+    base_packages: list[Package]
+    service_user: Annotated[str, AfterValidator(_service_user)]
+    enable_at_boot: str | None = None
+    restart: Literal["never", "when-idle", "now"] = "never"
+    supervision: Supervision = Supervision()
+    api_key_file: Text | None = None
+    hub_token_file: Text | None = None
+    host_overrides: dict[str, str | None] = {}
+    reboot: Literal["no", "yes"] = "no"
+    driver_packages: list[str] = []
+    driver_keyring: dict[str, list[str]] = {}
+    driver_upgrade: bool = False
+    cuda_home: HostPath | None = None
+    probes: list[str] = []
+    kernel_store: Annotated[str, Field(pattern=r"^([\w.@-]+:)?/[\w./-]+$")] | None = None
+    accept_known_bad: list[str] = []
+    roll_forward: Literal["no", "yes"] = "no"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One engine environment: <ml_env>/<release>/<digest>, where the digest covers all that goes in."""
+
+    name: str
+    release: Release
+    python: str
+    lock: str
+    path: str
+    carries_nvcc: bool = False
+    """The lock brings a CUDA compiler."""
+    cuda_home: str | None = None
+    """The CUDA toolkit it compiles with at serve time, where one is on the host."""
+
+    @property
+    def interpreter(self) -> str:
+        return f"{self.path}/bin/python"
+
+    @property
+    def lock_on_host(self) -> str:
+        return f"{layout.LOCKS}/{Path(self.lock).name}"
+
+    @property
+    def series_on_host(self) -> str | None:
+        """Directory of the patch series on the host; None for a release that needs none."""
+        return f"{layout.PATCHES}/{self.name}" if self.release.patches else None
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """What a host shall have. Paths are absolute paths on the host."""
+
+    data: HostData
+    distribution: str
+    settings: HostSettings
+    serving: Mapping[str, Configuration]
+    environments: Mapping[str, Environment]
+    checkpoints: Mapping[str, Checkpoint]
+    checkpoint_paths: Mapping[str, str]
+    facts: HostFacts = field(default_factory=HostFacts, repr=False)
+    decision: Decision = field(default=Decision((), (), ()), repr=False)
+    derived_from: Mapping[str, str] = field(default_factory=dict)
+    """Drafters that exist for a benchmark only -> the checkpoint whose files they are."""
+
+    @property
+    def packages(self) -> list[str]:
+        """System packages of the host and of the engine releases it gets."""
+        engines = (name for env in self.environments.values() for name in env.release.system_packages)
+        # setpci, for the bridges above the cards.
+        host = {"pciutils"} if ACS_UNIT in self.settings.boot_units else set()
+        kernels = {name for env in self.environments.values() for name in kernel_packages(env.release)}
+        return sorted({*self.data.base_packages, *engines, *host, *kernels})
+
+    def locations(self, configuration: Configuration) -> Locations:
+        """The paths a configuration's command line names."""
+        speculation = configuration.speculation
+        return Locations(
+            python=self.environments[configuration.release].interpreter,
+            target=self.checkpoint_paths[configuration.target],
+            drafter=self._drafter(speculation.drafter, configuration.release) if speculation else None,
+        )
+
+    def _drafter(self, name: str, release: str) -> str:
+        return overlay_path(name, release) if writes_ids(self.checkpoints[name]) else self.checkpoint_paths[name]
+
+
+def writes_ids(entry: Checkpoint) -> bool:
+    """Whether units read a drafter through an overlay, where its layer ids stand as their engine reads them."""
+    return entry.training.layer_ids is not None and not entry.training.accept_mismatch
+
+
+def overlay_path(drafter: str, release: str) -> str:
+    """The overlay of a drafter for an engine release."""
+    return f"{layout.OVERLAYS}/{drafter}/{release}"
+
+
+def plan_from_facts(data: Mapping[str, Any], facts: HostFacts) -> HostPlan:
+    """The plan of a host whose facts are known: its settings come from the topology policy. Raises CatalogError."""
+    try:
+        decision = decide(facts, _host_data(data).host_overrides)
+        host_files(decision.host, facts)  # a value that must not stand in one is refused with the plan
+    except TopologyError as error:
+        raise CatalogError(f"host data {error}") from None
+    except HostFileError as error:
+        raise CatalogError(f"host data host_overrides: {error}") from None
+    plan = host_plan(data, facts.distribution, decision.host)
+    named = plan.data.cuda_home
+    environments = {
+        name: replace(one, cuda_home=toolkit_for(one.release, facts.toolkits, named, carries_nvcc=one.carries_nvcc))
+        for name, one in plan.environments.items()
+    }
+    return replace(plan, facts=facts, decision=decision, environments=environments)
+
+
+def questions(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What the facts script is asked of this host beyond itself (rig/facts/remote_script.py). Raises CatalogError."""
+    host = _host_data(data)
+    catalog = load_catalog(host.catalogue_overlay)
+    used = _chosen(host, catalog).values()
+    names = {c.target for c in used} | {c.speculation.drafter for c in used if c.speculation}
+    folders = sorted(_checkpoint_path(catalog.checkpoints[name], host) for name in names)
+    paths = [host.ml_env, host.models, host.drafters]
+    # A checkpoint may lie elsewhere: its space is then asked of its own folder.
+    elsewhere = [path for path in folders if not any(path.startswith(f"{above}/") for above in paths)]
+    hubs: dict[str, list[str]] = {}
+    for name in names:
+        source = catalog.checkpoints[name].source
+        if isinstance(source, HubSource) and source.revision is not None:
+            folder = _checkpoint_path(catalog.checkpoints[name], host)
+            hubs.setdefault(source.endpoint or HUB, []).append(folder)
+    return {
+        "paths": [*paths, *elsewhere],
+        "models": folders,
+        "environments": host.ml_env,
+        "toolkits": [host.cuda_home] if host.cuda_home else [],
+        "probes": host.probes,
+        "hubs": {url: sorted(of) for url, of in sorted(hubs.items())},
+        "driver_source": next((keyring[0] for keyring in host.driver_keyring.values() if keyring), None),
+    }
+
+
+def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings) -> HostPlan:
+    """Build the plan of one host.
+
+    data: the host's inventory data. distribution: "debian-12", "ubuntu-24.04".
+    Raises CatalogError for wrong data, an unsupported distribution or a configuration that does not exist.
+    """
+    host = _host_data(data)
+    catalog = load_catalog(host.catalogue_overlay)
+    serving = _chosen(host, catalog)
+    check_listening(host, serving)
+    python = _python_of(distribution)
+    names = sorted({configuration.target for configuration in serving.values()})
+    names += sorted({c.speculation.drafter for c in serving.values() if c.speculation})
+    checkpoints = {name: catalog.checkpoints[name] for name in names}
+    paths = {name: _checkpoint_path(entry, host) for name, entry in checkpoints.items()}
+    for name, other in overlapping(paths):
+        where = f"{name} would lie at {paths[name]}, {other} at {paths[other]}"
+        raise CatalogError(f"host data models, drafters: checkpoint {where}: each needs a directory of its own")
+    _refuse_own_places({"ml_env": host.ml_env, "models": host.models, "drafters": host.drafters, **paths})
+    releases = sorted({configuration.release for configuration in serving.values()})
+    return HostPlan(
+        data=host,
+        distribution=distribution,
+        settings=settings,
+        serving={n: with_host(c, catalog.releases[c.release].engine, settings) for n, c in serving.items()},
+        environments={name: _environment(name, catalog.releases[name], python, host) for name in releases},
+        checkpoints=checkpoints,
+        checkpoint_paths=paths,
+    )
+
+
+def _refuse_own_places(paths: Mapping[str, str]) -> None:
+    """Raises CatalogError for a path in a directory that an uninstall removes whole."""
+    for what, path in paths.items():
+        for ours in (layout.STATE, layout.ETC, layout.HOSTKIT, layout.CACHE, layout.LOGS, layout.RUNTIME):
+            if f"{path}/".startswith(f"{ours}/"):
+                raise CatalogError(
+                    f"{what} is {path}: {ours} is kimi-rig's own and goes with it; name another directory"
+                )
+
+
+def refuse_unknown(data: Mapping[str, Any]) -> None:
+    """Raises CatalogError for keys that neither we nor pyinfra read: mistyped, they would silently do nothing."""
+    known = {*HostData.model_fields, *COMMAND_KEYS, *pyinfra_keys()}
+    if unknown := sorted(data.keys() - known):
+        told = "; ".join(f"there is no key {key}{nearest(key, known)}" for key in unknown)
+        raise CatalogError(f"host data (inventory/group_data/all.py lists it): {told}")
+
+
+@cache
+def pyinfra_keys() -> frozenset[str]:
+    """Keys of host data that pyinfra reads: its connectors' (ssh_user, ...) and its global arguments (_sudo, ...)."""
+    connectors = get_all_connectors().values()  # type: ignore[no-untyped-call]  # pyinfra leaves it untyped
+    found = {key for connector in connectors for key in get_type_hints(connector.data_cls)}
+    return frozenset(found | {key for key, _ in all_global_arguments() if key.startswith("_")})
+
+
+def _host_data(data: Mapping[str, Any]) -> HostData:
+    refuse_unknown(data)
+    known = {key: value for key, value in data.items() if key in HostData.model_fields}
+    try:
+        return HostData.model_validate(known)
+    except ValidationError as error:
+        findings = [
+            f"{'.'.join(map(str, p['loc']))}: {p['msg'].removeprefix('Value error, ')} (got {p['input']!r})"
+            for p in error.errors()
+        ]
+        raise CatalogError("host data (inventory/group_data/all.py lists it): " + "; ".join(findings)) from None
+
+
+def _chosen(host: HostData, catalog: Catalog) -> dict[str, Configuration]:
+    names = list(catalog.serving) if host.configurations is None else host.configurations
+    unknown = [name for name in names if name not in catalog.serving]
+    boot = host.enable_at_boot
+    if boot is not None and boot not in names:
+        raise CatalogError(f"host data enable_at_boot: {boot} is none of this host's configurations")
+    if unknown:
+        there = ", ".join(catalog.serving)
+        raise CatalogError(
+            f"host data configurations: {', '.join(unknown)} is not in serving.yaml (there are: {there})"
+        )
+    return {name: catalog.serving[name] for name in names}
+
+
+def chosen_serving(data: Mapping[str, Any]) -> tuple[HostData, dict[str, Configuration], Mapping[str, Checkpoint]]:
+    """The part of a plan that needs no host: its data, configurations and all checkpoints. Raises CatalogError."""
+    host = _host_data(data)
+    catalog = load_catalog(host.catalogue_overlay)
+    return host, _chosen(host, catalog), catalog.checkpoints
+
+
+def check_listening(host: HostData, serving: Mapping[str, Configuration]) -> None:
+    """Raises CatalogError for a configuration that others can reach without an API key."""
+    for name, configuration in serving.items():
+        guarded = host.api_key_file is not None or configuration.listen.open_without_key
+        if not configuration.listen.loopback and not guarded:
+            raise CatalogError(
+                f"serving.{name} listens on {configuration.listen.host}, which others can reach: "
+                "set api_key_file in the host's data, listen on 127.0.0.1, or say open_without_key: true"
+            )
+
+
+def _python_of(distribution: str) -> str:
+    if distribution not in DISTRIBUTION_PYTHON:
+        supported = ", ".join(DISTRIBUTION_PYTHON)
+        raise CatalogError(f"the host runs {distribution or 'an unknown system'}; supported are {supported}")
+    return DISTRIBUTION_PYTHON[distribution]
+
+
+def _environment(name: str, release: Release, python: str, host: HostData) -> Environment:
+    if python not in release.python:
+        raise CatalogError(f"releases.{name} has no lock for Python {python}, which is this host's")
+    lock = release.lock.format(python=python.replace(".", ""))
+    digest = _environment_digest(lock, python, release.patches)
+    if release.kernel is not None:
+        tools = release.kernel.toolchain.lock.format(python=python.replace(".", ""))
+        list(_inputs(tools, release.kernel.patches))
+    return Environment(name, release, python, lock, f"{host.ml_env}/{name}/{digest}", _carries_nvcc(lock))
+
+
+@cache
+def _carries_nvcc(lock: str) -> bool:
+    return re.search(r"^nvidia-cuda-nvcc\b", (ROOT / lock).read_text(), re.M) is not None
+
+
+@cache
+def _environment_digest(lock: str, python: str, patches: str | None) -> str:
+    digest = hashlib.sha256(python.encode())
+    for path in _inputs(lock, patches):
+        digest.update(f"\0{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _inputs(lock: str, patches: str | None) -> Iterator[Path]:
+    if not (ROOT / lock).is_file():
+        raise CatalogError(f"{lock} does not exist; `make lock` writes it")
+    yield ROOT / lock
+    if patches is not None:
+        series = sorted((ROOT / patches).glob("*.patch"))
+        if not series:
+            raise CatalogError(f"there is no patch in {patches}, which a release names")
+        yield from series
+
+
+def _checkpoint_path(checkpoint: Checkpoint, host: HostData) -> str:
+    return checkpoint.path.format(models=host.models, drafters=host.drafters)
+
+
+def kernel_packages(release: Release) -> list[str]:
+    """Packages that building a release's kernel needs, or compiling one while it serves."""
+    if release.kernel is None:
+        return []
+    build = ["binutils", "ccache", "git", "python3-dev"] if release.kernel.mode == "source" else []
+    return ["g++", *build]
+
+
+def canonical_digest(value: Any) -> str:
+    """sha256 of a JSON value, independent of key order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

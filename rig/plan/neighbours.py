@@ -1,0 +1,63 @@
+"""What our configurations would interrupt on a host that serves already, and what changes for its clients. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rig.catalog.entries import Configuration
+from rig.facts.servers import Server
+from rig.plan.command_lines import served_model_name
+from rig.plan.host_plan import HostPlan
+from rigctl.contract import layout
+
+
+def interruptions(plan: HostPlan, servers: Iterable[Server]) -> list[str]:
+    """One line a finding, for the operator. A deploy itself touches none of these processes."""
+    servers = list(servers)
+    lines: list[str] = []
+    for server in servers:
+        if server.ours:
+            continue
+        mine = [name for name, entry in plan.serving.items() if _wants(entry, server)]
+        if not mine:
+            continue
+        what = f"listens on {server.address}" if server.address else "holds a GPU"
+        lines.append(
+            f"{who(server)} {what} and is not ours: a deploy leaves it alone, and {_units(mine)} cannot start "
+            "until you end it"
+        )
+        if server.address:
+            lines.append(clients(plan, mine[0], server))
+    if lines and (boot := plan.data.enable_at_boot):
+        lines.append(f"{layout.unit_name(boot)} is to start at boot: after the next boot it is what serves")
+    return list(dict.fromkeys(lines))
+
+
+def clients(plan: HostPlan, name: str, server: Server) -> str:
+    """What clients of `server` must change when configuration `name` takes its place."""
+    entry = plan.serving[name]
+    scope = " (this host only)" if entry.listen.loopback else ""
+    key = "an API key is needed" if plan.data.api_key_file else "no API key is asked for"
+    model = served_model_name(entry, plan.locations(entry))
+    served = ", ".join(server.models) or "not told"
+    return (
+        f"for clients of {server.address}, {layout.unit_name(name)} means: "
+        f"address {entry.listen.host}:{entry.listen.port}{scope}; {key}; model {model} (now: {served})"
+    )
+
+
+def who(server: Server) -> str:
+    """The process in words."""
+    if not server.pid:
+        return "a process not visible here"
+    unit = f", unit {server.unit}" if server.unit else ""
+    return f"process {server.pid} ({server.command or 'no command line'}; user {server.user}{unit})"
+
+
+def _wants(entry: Configuration, server: Server) -> bool:
+    return entry.listen.port == server.port if server.address else bool(entry.gpus)
+
+
+def _units(names: list[str]) -> str:
+    units = [layout.unit_name(name) for name in names]
+    return ", ".join(units[:2]) + (f" and {len(units) - 2} more" if len(units) > 2 else "")
