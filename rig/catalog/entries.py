@@ -29,9 +29,10 @@ from pydantic import (
     model_validator,
 )
 
-from rig.catalog.yaml_source import CatalogError, Document, load, nearest
+from rig.catalog.yaml_source import CatalogError, Document, load
 from rigctl.checkpoints import manifest as manifests
-from rigctl.cli import RigctlError
+from rigctl.contract.order import nearest
+from rigctl.errors import RigctlError
 
 ROOT = Path(__file__).resolve().parents[2]
 INVENTORY = ROOT / "inventory"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +168,3 @@ def _sendable(text: str) -> None:
 
 def _dotted(key: Key) -> str:
     return ".".join(str(part) for part in key)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`, did you mean "ml_env"?`, or nothing when no known name is like it."""
-    found = get_close_matches(name, list(known), n=1)
-    return f', did you mean "{found[0]}"?' if found else ""

@@ -22,7 +22,7 @@ from rigctl.checkpoints.manifest import Manifest
 from rigctl.checkpoints.paths import write_json, write_whole
 from rigctl.checkpoints.progress import Progress, human_bytes
 from rigctl.checkpoints.sources import open_source
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 CATALOGUE = INVENTORY / "checkpoints.yaml"
 

@@ -28,10 +28,10 @@ from rig.cli.arguments import Parser
 from rig.maintain.locks import LOCKS, LockError, Recipe, read_recipes, write_lock
 from rig.plan.command_lines import Locations, command_line
 from rigctl.checkpoints.paths import write_whole
-from rigctl.cli import RigctlError
 from rigctl.engines import environment, probes
 from rigctl.engines.drift import read_lock
 from rigctl.engines.installed import site_packages
+from rigctl.errors import RigctlError
 
 FACTS = ROOT / "files" / "releases"
 RELEASES = INVENTORY / "releases.yaml"

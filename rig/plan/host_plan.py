@@ -32,7 +32,7 @@ from rig.catalog.entries import (
     overlapping,
 )
 from rig.catalog.supervision import Supervision
-from rig.catalog.yaml_source import CatalogError, nearest
+from rig.catalog.yaml_source import CatalogError
 from rig.facts.host import HostFacts
 from rig.host.cuda_toolkit import toolkit_for
 from rig.host.settings import ACS_UNIT, HostSettings, with_host
@@ -40,6 +40,7 @@ from rig.host.system_files import HostFileError, host_files
 from rig.host.topology import Decision, TopologyError, decide
 from rig.plan.command_lines import Locations
 from rigctl.contract import layout
+from rigctl.contract.order import nearest
 
 # The interpreter of each supported distribution (os-release ID-VERSION_ID), known before anything is installed.
 DISTRIBUTION_PYTHON = {"debian-12": "3.11", "ubuntu-24.04": "3.12"}

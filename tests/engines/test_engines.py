@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from rig.maintain.release_add import FACTS, Facts, differences
-from rigctl.cli import RigctlError
 from rigctl.engines import drift, patches, probes
 from rigctl.engines.installed import site_packages
+from rigctl.errors import RigctlError
 from tests.engines.conftest import PATCHES, Engines, lock_of, release_environment
 
 EAGLE3 = {"vllm": ("eagle3_interface", "eagle3_admitted"), "sglang": ("eagle3_interface",)}

@@ -30,7 +30,7 @@ from rig.cli.converge import inventory_hosts, pyinfra
 from rig.facts.host import HostFacts, parse_host
 from rig.host.topology import decide
 from rig.plan.host_plan import plan_from_facts
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 from rigctl.services.leftovers import holders
 from rigctl.supervisor.prechecks import gpus_free
 from rigctl.supervisor.specification import Specification

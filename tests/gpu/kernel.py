@@ -30,7 +30,7 @@ DROPPED = {"9.0": "common_ops_sm100_build"}
 COMMAND = """
 import argparse, sys
 from rigctl import kernel
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 parser = argparse.ArgumentParser()
 kernel.register(parser.add_subparsers())
 arguments = parser.parse_args()

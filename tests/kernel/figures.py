@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "files/hostkit"))
 
-from rigctl.cli import RigctlError  # the path comes first
+from rigctl.errors import RigctlError  # the path comes first
 from rigctl.kernel import build, memory, source, toolchain
 from rigctl.kernel import spec as specs
 

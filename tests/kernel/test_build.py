@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rigctl.cli import RigctlError
 from rigctl.engines.installed import distributions, site_packages
+from rigctl.errors import RigctlError
 from rigctl.kernel import store, toolchain
 from tests.kernel.conftest import Bench
 

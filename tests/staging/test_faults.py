@@ -20,7 +20,7 @@ import pytest
 from rigctl.checkpoints import staging
 from rigctl.checkpoints.http import SMALLEST_WINDOW, Adapter, HttpFetcher
 from rigctl.checkpoints.progress import Progress
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 from tests.staging.conftest import SHARD_BYTES, Bench, http_source, hub_source, same_files
 from tests.staging.hubserver import COMMIT, Fault, Hub
 from tests.staging.proxy import Proxy

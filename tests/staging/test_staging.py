@@ -16,7 +16,7 @@ import pytest
 
 from rigctl.checkpoints import staging, verify
 from rigctl.checkpoints.record import quick_report
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 from tests.staging.conftest import SHARDS, Bench, http_source, hub_source, same_files
 from tests.staging.hubserver import COMMIT, TOKEN, Hub
 from tests.staging.proxy import Proxy

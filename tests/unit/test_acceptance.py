@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 from rigctl.supervisor import prechecks
 from rigctl.supervisor.engine_client import Engine
 from rigctl.supervisor.readiness import NotAccepted, accept

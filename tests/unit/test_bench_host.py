@@ -20,7 +20,7 @@ from rigctl.bench.plan import Workload, read_plan
 from rigctl.bench.profile import ProfileFailed, shares
 from rigctl.bench.prompts import requests_of
 from rigctl.checkpoints import overlay
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 from rigctl.supervisor.engine_client import Engine
 from rigctl.supervisor.specification import Specification
 from tests.unit.serving import specification as stand_in

@@ -16,7 +16,8 @@ from rigctl.checkpoints import paths, record, spec, staging, verify
 from rigctl.checkpoints.manifest import Entry, FileHasher, Manifest
 from rigctl.checkpoints.progress import Progress, Reporter, human_bytes, human_seconds, line
 from rigctl.checkpoints.sink import Limiter, Sink, SourceWrong
-from rigctl.cli import RigctlError, main
+from rigctl.cli import main
+from rigctl.errors import RigctlError
 
 
 def tree(root: Path, files: dict[str, bytes]) -> Path:

@@ -14,7 +14,8 @@ import pytest
 from rigctl.checkpoints import fit, overlay
 from rigctl.checkpoints.eagle3_conventions import KEY, Engine, default_ids, trained_input_ids
 from rigctl.checkpoints.fit import Training
-from rigctl.cli import RigctlError, main
+from rigctl.cli import main
+from rigctl.errors import RigctlError
 
 HIDDEN, VOCAB, DRAFT_VOCAB, LAYERS, CONTEXT = 64, 512, 128, 61, 32768
 SIZES = {"BF16": 2, "F16": 2, "F32": 4, "I64": 8, "BOOL": 1, "I8": 1}

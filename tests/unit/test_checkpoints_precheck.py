@@ -10,7 +10,8 @@ import pytest
 
 from rigctl.checkpoints import overlay, precheck
 from rigctl.checkpoints.eagle3_conventions import KEY
-from rigctl.cli import RigctlError, main
+from rigctl.cli import main
+from rigctl.errors import RigctlError
 from rigctl.supervisor.specification import Specification
 from tests.unit.serving import checkpoint, drafter, fields, proved, specification
 

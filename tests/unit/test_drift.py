@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rigctl import cli
-from rigctl.cli import RigctlError
 from rigctl.engines import drift, patches
+from rigctl.errors import RigctlError
 from tests.unit.wheelhouse import install
 
 SERIES = """What: x

@@ -27,8 +27,8 @@ from rig.operations.common import PLAN_LOG
 from rig.operations.kernel_wheels import kernel as kernel_operation
 from rig.plan.host_plan import HostData, HostPlan, _environment, host_plan, kernel_packages
 from rigctl import cli
-from rigctl.cli import RigctlError
 from rigctl.contract import layout
+from rigctl.errors import RigctlError
 from rigctl.kernel import build, commands, cubins, install, memory, source, store, toolchain
 from rigctl.kernel import spec as specs
 from rigctl.kernel.compile_job import Running, State, fits, need_of

@@ -9,8 +9,8 @@ import pytest
 
 from rig.artifacts.units import host_settings
 from rig.host.settings import HostSettings
-from rigctl.cli import RigctlError
 from rigctl.engines import patches
+from rigctl.errors import RigctlError
 from rigctl.supervisor.live_settings import precheck
 from tests.unit.serving import specification
 from tests.unit.test_patches import Engine

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from rigctl import cli
-from rigctl.cli import RigctlError
 from rigctl.engines import patch_series, patches
+from rigctl.errors import RigctlError
 from tests.unit.wheelhouse import install
 
 ROOT = Path(__file__).resolve().parents[2]

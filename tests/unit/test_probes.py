@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rigctl import cli
-from rigctl.cli import RigctlError
 from rigctl.engines import probe_script, probes
+from rigctl.errors import RigctlError
 
 SGLANG = {
     "sglang/__init__.py": "__version__ = '0.0'\n",

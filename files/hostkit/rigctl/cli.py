@@ -6,7 +6,8 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+
+from rigctl.errors import RigctlError
 
 MODULES: dict[str, str] = {
     "bench": "rigctl.bench",
@@ -26,17 +27,6 @@ MODULES: dict[str, str] = {
     "tiny-kimi": "rigctl.tiny_kimi",
 }
 """Module by the subcommand of its own name; some register further ones."""
-
-
-class RigctlError(Exception):
-    """A failure the operator can act on: says what is wrong, where, and what to do. Exit code 1."""
-
-
-def own_process(module: str, *arguments: str) -> list[str]:
-    """A command line that runs a module of this package in this interpreter, as isolated as bin/rigctl does."""
-    root = str(Path(__file__).resolve().parent.parent)
-    code = f"import runpy, sys; sys.path.insert(0, {root!r}); runpy.run_module({module!r}, run_name='__main__')"
-    return [sys.executable, "-I", "-c", code, *arguments]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rigctl.bench.counters import gpu_state
 from rigctl.checkpoints import overlay
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 RECEIPT = Path("/var/lib/kimi-rig/receipt.json")
 

@@ -25,7 +25,7 @@ import requests
 from rigctl.bench import counters, load, profile
 from rigctl.bench.plan import Plan, Workload, read_plan
 from rigctl.bench.prompts import WORDS, requests_of
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 from rigctl.supervisor.engine_client import Engine, api_key
 from rigctl.supervisor.measurement_pause import undisturbed
 from rigctl.supervisor.specification import Specification, installed, named

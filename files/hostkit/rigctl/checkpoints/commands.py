@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 FOLLOW_EVERY = 1.0  # seconds between two looks at a running job
 FOLLOW_GRACE = 5.0  # seconds a job may take to begin, or to write its last status

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 KEY = "eagle_aux_hidden_state_layer_ids"
 MHA = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")

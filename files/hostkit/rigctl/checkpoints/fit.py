@@ -13,7 +13,7 @@ from rigctl.checkpoints import headers
 from rigctl.checkpoints.eagle3_conventions import MHA, MLA, SPECULATORS, Engine, trained_input_ids
 from rigctl.checkpoints.headers import BadFile, Tensor
 from rigctl.checkpoints.overlay import merged
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 FLOATS = ("BF16", "F16", "F32")
 CONSEQUENCE = (

@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 LONGEST = 100_000_000  # bytes of header that the library accepts
 BITS = {

@@ -26,7 +26,7 @@ from rigctl.checkpoints.progress import Progress
 from rigctl.checkpoints.sink import Sink, SourceWrong
 from rigctl.checkpoints.spec import Spec
 from rigctl.checkpoints.verify import Cancelled
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 CONNECT_TIMEOUT = 20.0  # seconds
 LONGEST_WAIT = 300.0  # seconds; a server may ask for less, not for more

@@ -33,7 +33,8 @@ from rigctl.checkpoints.progress import Progress
 from rigctl.checkpoints.sink import Sink, SourceWrong
 from rigctl.checkpoints.spec import HubSource, Spec
 from rigctl.checkpoints.verify import Cancelled
-from rigctl.cli import RigctlError, own_process
+from rigctl.errors import RigctlError
+from rigctl.own_process import own_process
 
 XET_FROM = 64 << 20  # bytes; smaller files are not worth a process
 XET_ERRORS = 2  # failures after which a job stops trying it

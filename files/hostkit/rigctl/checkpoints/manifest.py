@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rigctl.checkpoints.paths import read_json, refuse_conflicts, safe_relative
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 FORMAT = 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rigctl.checkpoints.paths import read_json, remove_tree, sync_directory, write_json
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 MARK = ".rigctl-overlay.json"
 

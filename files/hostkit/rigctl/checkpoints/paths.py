@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 NAME_MAX = 255  # bytes a path component, the limit of ext4, xfs and NFS
 

@@ -18,7 +18,7 @@ from rigctl.checkpoints.fit import Training, Verdict, check, read_model
 from rigctl.checkpoints.manifest import FileHasher, walk
 from rigctl.checkpoints.record import Record
 from rigctl.checkpoints.verify import hash_file
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 
 class Using(Protocol):

@@ -16,7 +16,7 @@ from rigctl.checkpoints import manifest as manifests
 from rigctl.checkpoints.manifest import Manifest
 from rigctl.checkpoints.paths import read_json, write_json
 from rigctl.checkpoints.verify import Report, Seen, quick
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 STATE_DIRECTORY = Path("/var/lib/kimi-rig/checkpoints")
 FORMAT = 1

@@ -13,7 +13,7 @@ from types import TracebackType
 from rigctl.checkpoints.manifest import Entry
 from rigctl.checkpoints.progress import Progress
 from rigctl.checkpoints.verify import Cancelled, hash_file
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 STEP = 16 << 20  # bytes after which they are sent to the disk
 # Stays in the processor's cache and the allocator's heap: with 1 MiB the kernel clears new pages for each block, and

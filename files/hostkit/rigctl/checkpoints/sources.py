@@ -40,7 +40,8 @@ from rigctl.checkpoints.spec import (
     Spec,
 )
 from rigctl.checkpoints.verify import Cancelled
-from rigctl.cli import RigctlError, own_process
+from rigctl.errors import RigctlError
+from rigctl.own_process import own_process
 
 # rsync's exit codes that a better line cures: protocol stream, I/O on the socket, timeouts, ssh's own 255
 RSYNC_TRANSIENT = (10, 12, 30, 35, 255)

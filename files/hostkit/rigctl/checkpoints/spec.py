@@ -17,7 +17,7 @@ from typing import Any, Literal, Union
 
 from rigctl.checkpoints.paths import read_json
 from rigctl.checkpoints.record import check_name
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 

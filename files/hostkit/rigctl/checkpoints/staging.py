@@ -26,7 +26,7 @@ from rigctl.checkpoints.sources import FileSource, TreeSource, open_source
 from rigctl.checkpoints.spec import GeneratorSource, HubSource, LocalSource, Spec
 from rigctl.checkpoints.verify import Cancelled, Report, Seen
 from rigctl.checkpoints.workplace import Workplace, close, locked, settle
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 PROBE_FROM = 16 << 30  # bytes; less is there soon, and what the probe fetches must not count
 

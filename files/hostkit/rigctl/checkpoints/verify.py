@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rigctl.checkpoints.manifest import Entry, FileHasher, Manifest, is_selected, walk
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 BLOCK = 1 << 20  # bytes a thread reads at a time: memory is threads x BLOCK
 

@@ -26,7 +26,7 @@ from rigctl.checkpoints.manifest import Entry, Manifest, walk
 from rigctl.checkpoints.paths import inside, make_parents, read_json, remove_tree, sync_directory, write_json
 from rigctl.checkpoints.record import Record, State, parse
 from rigctl.checkpoints.verify import Seen, check_file
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 
 class Busy(RigctlError):

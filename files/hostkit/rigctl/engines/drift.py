@@ -23,9 +23,9 @@ from typing import Any, Literal
 
 from packaging.markers import Marker
 
-from rigctl.cli import RigctlError
 from rigctl.engines import patches
 from rigctl.engines.installed import Distribution, distributions, normalised, site_packages
+from rigctl.errors import RigctlError
 
 STAMP = "rigctl-stamp.json"
 KERNEL_RECORD = "kimi-kernel.json"

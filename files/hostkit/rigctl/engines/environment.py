@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rigctl.cli import RigctlError
 from rigctl.engines import drift, patches
 from rigctl.engines.installed import site_packages
+from rigctl.errors import RigctlError
 
 STAMP = "kimi-rig.json"
 # What it was made from, kept in it: it can be proved when the host's locks and patches are of another state.

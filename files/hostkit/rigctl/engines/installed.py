@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 
 @dataclass(frozen=True)

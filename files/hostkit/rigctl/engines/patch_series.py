@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 HEADER = ("What", "Why", "Upstream", "Native-from", "Native-if")
 HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rigctl.cli import RigctlError
 from rigctl.engines.installed import recorded, site_packages
 from rigctl.engines.patch_series import FilePatch, MismatchError, Patch, patched, read_series
+from rigctl.errors import RigctlError
 from rigctl.supervisor.specification import Specification
 
 SCRATCH = ".{}.rigctl-new"

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rigctl.cli import RigctlError
 from rigctl.engines.installed import interpreter, site_packages
+from rigctl.errors import RigctlError
 
 SCRIPT = Path(__file__).with_name("probe_script.py")
 ENGINES = ("vllm", "sglang")

@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rigctl.cli import RigctlError, own_process
+from rigctl.errors import RigctlError
 from rigctl.kernel import cubins, memory, source, store, toolchain
 from rigctl.kernel.compile_job import STATE, State
 from rigctl.kernel.spec import Spec
 from rigctl.kernel.toolchain import Toolchain
+from rigctl.own_process import own_process
 
 FORCE = Path(__file__).with_name("force.cmake")
 STEP = re.compile(r"^\[(\d+)/(\d+)\] (.*)")

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rigctl.cli import RigctlError
 from rigctl.engines.installed import distributions, normalised, site_packages
+from rigctl.errors import RigctlError
 from rigctl.kernel import build, cubins, install, memory, store, toolchain
 from rigctl.kernel import spec as specs
 from rigctl.kernel.spec import Spec

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 from rigctl.supervisor.activity import nvidia_smi
 
 ELF = re.compile(r"^ELF file\s+\d+:.*?\.(sm_\d+[a-z]?)\.cubin$", re.MULTILINE)

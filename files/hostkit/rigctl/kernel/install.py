@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rigctl.cli import RigctlError
 from rigctl.engines import drift
 from rigctl.engines.installed import distributions, interpreter, normalised, site_packages
+from rigctl.errors import RigctlError
 from rigctl.kernel import toolchain
 from rigctl.kernel.spec import Spec
 

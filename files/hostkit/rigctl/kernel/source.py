@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 from rigctl.kernel.spec import Source, Spec
 
 # What version control and tools leave in a tree; no compiler reads it.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 FOLDER = Path("/etc/kimi-rig/kernels")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 from rigctl.kernel.spec import Spec
 
 RECEIPT = "receipt.json"

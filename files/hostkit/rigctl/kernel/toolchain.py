@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rigctl.cli import RigctlError
 from rigctl.engines import environment
 from rigctl.engines.installed import distributions, site_packages
+from rigctl.errors import RigctlError
 from rigctl.kernel.spec import Spec
 
 STUB_SOURCE = "int cuInit(unsigned int flags) { return 100; }\n"  # CUDA_ERROR_NO_DEVICE

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 from rigctl.services.status import row
 from rigctl.supervisor.engine_client import CREDENTIAL
 from rigctl.supervisor.specification import DIRECTORY, Specification, installed

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 from rigctl.supervisor.activity import IN_UNIT, PROC, nvidia_smi
 from rigctl.supervisor.ended import command
 from rigctl.supervisor.specification import installed

@@ -12,7 +12,7 @@ from typing import Any
 import requests
 
 from rigctl.checkpoints.precheck import identities
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 from rigctl.services.systemd import UNITS, properties
 from rigctl.supervisor.ended import failures
 from rigctl.supervisor.engine_client import Engine, api_key

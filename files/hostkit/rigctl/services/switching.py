@@ -10,7 +10,7 @@ from typing import Any
 
 import requests
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 from rigctl.services.status import FALLBACK, active, row
 from rigctl.services.systemd import properties, systemctl
 from rigctl.supervisor.ended import boot_id

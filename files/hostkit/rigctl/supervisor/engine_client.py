@@ -12,7 +12,7 @@ from typing import Any
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 from rigctl.supervisor.specification import Specification
 
 CREDENTIAL = Path("/etc/kimi-rig/credentials/api-key")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 from rigctl.supervisor.activity import nvidia_smi
 from rigctl.supervisor.prechecks import WARNING
 from rigctl.supervisor.specification import Specification

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 from rigctl.supervisor.activity import gpu_memory, nvidia_smi
 from rigctl.supervisor.specification import Specification
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import requests
 
 from rigctl.checkpoints.precheck import identities
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 from rigctl.supervisor import ended, prechecks
 from rigctl.supervisor.activity import Patience, measure, members
 from rigctl.supervisor.engine_client import Engine, api_key

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 DIRECTORY = Path("/etc/kimi-rig/configurations")
 RUNTIME = Path("/run/kimi-rig")

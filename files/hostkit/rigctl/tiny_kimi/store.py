@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from rigctl.cli import RigctlError
+from rigctl.errors import RigctlError
 
 
 def publish(files: Mapping[str, bytes], destination: Path) -> bool:

@@ -1,0 +1,121 @@
+"""What every order has: a format, strict keys and types, and one wording of every fault on both sides.
+
+The control side validates an order before it changes anything, rigctl again when it reads it. Both use this module, so a
+wrong type, an unknown key or a newer format is refused by field path, in the same words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from rigctl.errors import RigctlError
+
+Document = dict[str, Any]
+
+
+class ContractError(RigctlError):
+    """A document that is no order of this kind, or one of a newer format: says where, which field, and what to do."""
+
+
+class Part(BaseModel):
+    """A part of an order, or an entry of a catalogue: no unknown keys, no conversion of types, never changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Order(Part):
+    """A document that one program writes and the other reads.
+
+    `format` rises with every change that an older reader must not misread. `upgrades` has, for each older format that
+    is still readable, the function that makes the next format's document of it. Format 0 has no such number in it.
+    """
+
+    FORMAT: ClassVar[int] = 1
+    upgrades: ClassVar[Mapping[int, Callable[[Document], Document]]] = {}
+
+    format: int = 0
+
+    @classmethod
+    def parse(cls, document: object, where: str) -> Self:
+        """Validate a document. Raises ContractError, naming `where` and the field.
+
+        where: what the reader should look at, such as the path of the file.
+        """
+        if not isinstance(document, Mapping):
+            raise ContractError(f"{where}: a JSON object is expected")
+        current = dict(document)
+        written = current.get("format", 0)
+        if type(written) is not int or written < 0:
+            raise ContractError(f"{where}: format: a whole number is expected (got {written!r})")
+        if written > cls.FORMAT:
+            raise ContractError(
+                f"{where}: format {written} is newer than this program reads (up to {cls.FORMAT}): "
+                "deploy again with the version of kimi-rig that wrote it, or a newer one"
+            )
+        try:
+            for step in range(written, cls.FORMAT):
+                if step not in cls.upgrades:
+                    raise ContractError(f"{where}: format {step} is no longer readable: deploy again")
+                current = {**cls.upgrades[step](current), "format": step + 1}
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ContractError(f"{where}: not an order of format {written} ({error!r}): deploy again") from None
+        try:
+            return cls.model_validate(current)
+        except ValidationError as error:
+            raise ContractError("; ".join(f"{where}: {fault}" for fault in faults(error, cls))) from None
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read one from a file. Raises ContractError when it cannot be read or is not an order of this kind."""
+        try:
+            return cls.parse(json.loads(path.read_bytes()), str(path))
+        except OSError as error:
+            raise ContractError(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise ContractError(f"{path}: not JSON ({error}): deploy again") from None
+
+    def document(self) -> Document:
+        """The order as JSON values, in the format of this version."""
+        return {**self.model_dump(mode="json"), "format": self.FORMAT}
+
+    def text(self) -> str:
+        """The order as it lies on a host."""
+        return json.dumps(self.document(), indent=1, sort_keys=True) + "\n"
+
+
+def faults(error: ValidationError, model: type[BaseModel]) -> Iterable[str]:
+    """`field.path: what is wrong` for each fault, in words for people."""
+    for problem in error.errors(include_url=False):
+        path = ".".join(str(part) for part in problem["loc"])
+        yield f"{path}: {words(problem, keys(model))}" if path else words(problem, keys(model))
+
+
+def words(problem: ErrorDetails, known: Iterable[str]) -> str:
+    """One fault without its path. known: keys to look for a mistyped one in."""
+    if problem["type"] == "extra_forbidden":
+        name = str(problem["loc"][-1])
+        return f"there is no such key{nearest(name, set(known) - {name})}"
+    if problem["type"] == "missing":
+        return "is missing"
+    return f"{problem['msg'].removeprefix('Value error, ')} (got {problem['input']!r})"
+
+
+def keys(model: type[BaseModel]) -> frozenset[str]:
+    """The keys of a model and of every model below it."""
+    found = set(model.model_fields)
+    for definition in model.model_json_schema().get("$defs", {}).values():
+        found |= set(definition.get("properties", {}))
+    return frozenset(found)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`, did you mean "ml_env"?`, or nothing when no known name is like it."""
+    found = get_close_matches(name, list(known), n=1)
+    return f', did you mean "{found[0]}"?' if found else ""
