@@ -1,7 +1,7 @@
 """What every order has: a format, strict keys and types, and one wording of every fault on both sides.
 
-The control side validates an order before it changes anything, rigctl again when it reads it. Both use this module, so a
-wrong type, an unknown key or a newer format is refused by field path, in the same words.
+The control side validates an order before it changes anything, rigctl again when it reads it. Both use this module, so
+a wrong type, an unknown key or a newer format is refused by field path, in the same words.
 """
 
 from __future__ import annotations
