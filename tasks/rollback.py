@@ -37,16 +37,16 @@ def chosen_state() -> tuple[dict[str, Any], list[str]]:
 
 def kernels_restored(state: dict[str, Any]) -> None:
     """Before units change: a kernel library is not exchanged under an engine that runs, and then all stays as it is."""
-    described = {path: File(path, text.encode()) for path, text in state.get("kernel_files", {}).items()}
+    described = [File(path, text.encode()) for path, text in state.get("kernel_files", {}).items()]
     if described:
-        present(name="Describe its kernel libraries", entries=list(described.values()))
+        present(name="Describe its kernel libraries", entries=described)
     for release, library in state.get("kernels", {}).items():
         wanted = Kernel.model_validate(library["kernel"])
         kernel(
             name=f"Return to its {wanted.package} of {release}",
             release=release,
             wanted=wanted,
-            description=described[library["description"]],
+            path=library["description"],
             digest=library["digest"],
             trees=library["trees"],
         )

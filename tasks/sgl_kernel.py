@@ -4,10 +4,10 @@ from pyinfra.api import deploy
 
 from rig.artifacts.kernel_orders import (
     kernel_files,
+    kernel_job,
+    kernel_job_path,
     kernels,
     root,
-    specification_digest,
-    specification_path,
     toolchains,
 )
 from rig.operations.files import File, present
@@ -21,8 +21,8 @@ def sgl_kernel(plan: HostPlan) -> None:
     mine = kernels(plan)
     if not mine:
         return
-    files = {path: File(path, content) for path, content in kernel_files(plan).items()}
-    present(name="Describe kernel libraries", entries=list(files.values()))
+    files = [File(path, content) for path, content in kernel_files(plan).items()]
+    present(name="Describe kernel libraries", entries=files)
     packages = sorted({package for _, each in mine.values() for package in each.toolchain.packages})
     if packages:
         toolkit(
@@ -35,8 +35,8 @@ def sgl_kernel(plan: HostPlan) -> None:
             name=f"Build or prove {wanted.package} of {name}",
             release=name,
             wanted=wanted,
-            description=files[specification_path(name)],
-            digest=specification_digest(plan, name),
+            path=kernel_job_path(name),
+            digest=kernel_job(plan, name).digest,
             trees=[root(plan), toolchains(plan)],
         )
 

@@ -1,17 +1,17 @@
-"""Kernel wheels: what the catalogue says of them, as the specification that `rigctl kernel` works from. Pure."""
+"""Kernel wheels: what the catalogue says of them, as the order that `rigctl kernel` works from. Pure."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
+from rig.artifacts.environment_orders import engine
 from rig.catalog.entries import ROOT, Kernel
 from rig.catalog.yaml_source import CatalogError
-from rig.plan.host_plan import Environment, HostPlan, canonical_digest
+from rig.plan.host_plan import Environment, HostPlan
 from rigctl.contract import layout
+from rigctl.contract.kernel_job import KernelJob, KernelLibrary, KernelTools
 
 
 def kernels(plan: HostPlan) -> dict[str, tuple[Environment, Kernel]]:
@@ -51,62 +51,38 @@ def toolkit(plan: HostPlan, release: str) -> str | None:
     return f"{toolchain_path(plan, env, env.release.kernel)}/cuda-{env.name}-{env.path.rpartition('/')[2]}"
 
 
-def specification(plan: HostPlan, name: str) -> dict[str, Any]:
-    """What `rigctl kernel` needs of one release (files/hostkit/rigctl/kernel/spec.py)."""
+def kernel_job(plan: HostPlan, name: str) -> KernelJob:
+    """The order for the kernel library of one release."""
     env, kernel = kernels(plan)[name]
-    return {
-        "name": kernel.package,
-        "mode": kernel.mode,
-        "environment": env.path,
-        "python": env.python,
-        "lock": env.lock_on_host,
-        "series": env.series_on_host,
-        "package": kernel.package,
-        "module": kernel.module,
-        "libraries": kernel.libraries,
-        "toolchain": {
-            "path": toolchain_path(plan, env, kernel),
-            "lock": f"{layout.LOCKS}/{toolchain_lock(env, kernel).name}",
-            "cuda_home": kernel.toolchain.cuda_home,
-        },
-        "root": root(plan),
-        "source": kernel.source.model_dump() if kernel.source else None,
-        "subdirectory": kernel.subdirectory,
-        "patches": patches_on_host(name) if kernel.patches else None,
-        "architectures": kernel.architectures,
-        "minimum_cuda": kernel.minimum_cuda,
-        "defines": kernel.defines,
-        "variables": kernel.environment,
-        "drop_targets": kernel.drop_targets,
-        "dependencies": {key: each.model_dump() for key, each in kernel.dependencies.items()},
-        "memory": kernel.memory_mib,
-        "jobs": kernel.jobs,
-        "while_serving": kernel.while_serving,
-        "shared": plan.data.kernel_store,
-        "minimum_disk": kernel.minimum_disk_mib,
-        "wheels": plan.data.wheels,
-    }
+    wheels = plan.data.wheels
+    return KernelJob(
+        **kernel.model_dump(include=set(KernelLibrary.model_fields)),
+        engine=engine(env),
+        toolchain=KernelTools(
+            path=Path(toolchain_path(plan, env, kernel)),
+            lock=Path(f"{layout.LOCKS}/{toolchain_lock(env, kernel).name}"),
+            cuda_home=Path(kernel.toolchain.cuda_home) if kernel.toolchain.cuda_home else None,
+        ),
+        root=Path(root(plan)),
+        patches=Path(patches_on_host(name)) if kernel.patches else None,
+        kernel_store=plan.data.kernel_store,
+        wheels=Path(wheels) if wheels else None,
+    )
 
 
 def patches_on_host(release: str) -> str:
     return f"{layout.PATCHES}/kernel-{release}"
 
 
-def specification_path(release: str) -> str:
+def kernel_job_path(release: str) -> str:
     return f"{layout.KERNELS}/{release}.json"
 
 
-def specification_digest(plan: HostPlan, release: str) -> str:
-    """Digest of a specification."""
-    return canonical_digest(specification(plan, release))
-
-
 def kernel_files(plan: HostPlan) -> Mapping[str, bytes]:
-    """Path on the host -> content: specifications, locks of tools, patches of the source."""
+    """Path on the host -> content: orders, locks of tools, patches of the source."""
     files: dict[str, bytes] = {}
     for name, (env, kernel) in kernels(plan).items():
-        text = json.dumps(specification(plan, name), indent=2, sort_keys=True) + "\n"
-        files[specification_path(name)] = text.encode()
+        files[kernel_job_path(name)] = kernel_job(plan, name).text().encode()
         lock = toolchain_lock(env, kernel)
         files[f"{layout.LOCKS}/{lock.name}"] = lock.read_bytes()
         for patch in sorted((ROOT / kernel.patches).glob("*.patch")) if kernel.patches else []:

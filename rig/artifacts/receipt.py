@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rig.artifacts.kernel_orders import specification_digest
+from rig.artifacts.kernel_orders import kernel_job
 from rig.artifacts.units import run_specification
 from rig.plan.host_plan import HostPlan
 from rigctl.contract import layout
@@ -24,7 +24,7 @@ def receipt_items(plan: HostPlan, hostkit: str) -> dict[str, dict[str, Any]]:
         items[f"environment/{name}"] = {"path": env.path, "lock": env.lock, "python": env.python}
         if env.release.kernel is not None:
             kernel = env.release.kernel
-            items[f"kernel/{name}"] = {"package": kernel.package, "specification": specification_digest(plan, name)}
+            items[f"kernel/{name}"] = {"package": kernel.package, "specification": kernel_job(plan, name).digest}
     for name, checkpoint in plan.checkpoints.items():
         items[f"checkpoint/{name}"] = {
             "path": plan.checkpoint_paths[name],

@@ -10,10 +10,10 @@ from typing import Any
 
 from rig.artifacts.kernel_orders import (
     kernel_files,
+    kernel_job,
+    kernel_job_path,
     kernels,
     root,
-    specification_digest,
-    specification_path,
     toolchains,
 )
 from rig.artifacts.receipt import receipt_items
@@ -35,8 +35,8 @@ def state_of(plan: HostPlan) -> dict[str, Any]:
     libraries = {
         name: {
             "kernel": kernel.model_dump(mode="json"),
-            "description": specification_path(name),
-            "digest": specification_digest(plan, name),
+            "description": kernel_job_path(name),
+            "digest": kernel_job(plan, name).digest,
             "trees": [root(plan), toolchains(plan)],
         }
         for name, (_, kernel) in kernels(plan).items()

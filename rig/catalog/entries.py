@@ -31,7 +31,10 @@ from pydantic import (
 
 from rig.catalog.yaml_source import CatalogError, Document, load
 from rigctl.checkpoints import manifest as manifests
-from rigctl.contract.order import nearest
+from rigctl.contract.environment_build import Index
+from rigctl.contract.fields import Distribution, Dotted, HostPath, Text, Variable, host_path
+from rigctl.contract.kernel_job import KernelLibrary
+from rigctl.contract.order import keys, nearest
 from rigctl.errors import RigctlError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,12 +45,8 @@ SECTIONS = ("serving", "checkpoints", "releases")
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")
 
 Port = Annotated[int, Field(ge=1024, le=65535)]
-Text = Annotated[str, StringConstraints(min_length=1)]
 Flag = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$")]
-Variable = Annotated[str, StringConstraints(pattern=r"^[A-Z_][A-Z0-9_]*$")]
 Package = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9+.-]*$")]
-Distribution = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")]
-Dotted = Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)*$")]
 FlagValue = bool | int | float | str | list[str] | dict[str, Any]
 
 # What says the same elsewhere in an entry, where it is checked; a key in argv or a unit file is one that all can read.
@@ -63,16 +62,6 @@ OWN_KEYS = {
 
 # Units and run-time files of ours that a configuration's would meet (contract/layout.py, rig/host/settings.py).
 TAKEN = re.compile(r"acs|power-limit|(job|restart|bench)-.*|at-work\.lock|deploy\.lock(\.owner)?|reboot-pending")
-
-
-def host_path(path: str) -> str:
-    """A path that scripts, our record on the host and systemd take as it is. Raises ValueError for any other."""
-    parts = path.split("/")[1:]
-    if not path.startswith("/") or {"", ".", ".."} & set(parts):
-        raise ValueError("a path is absolute, is not / itself, and has no empty part, '.' or '..'")
-    if not path.isprintable() or set(path) & set("|\\{}") or any(part != part.strip() for part in parts):
-        raise ValueError("a path has no '|', '\\', braces or control characters, and no space around a part")
-    return path
 
 
 def _checkpoint_path(path: str) -> str:
@@ -117,20 +106,9 @@ def _web_address(text: str) -> str:
     return text.rstrip("/")
 
 
-def _no_secret(text: str) -> str:
-    parts = urlsplit(text)
-    if parts.password or ("@" in parts.netloc and parts.scheme in ("http", "https")):
-        raise ValueError("an address has no password or token: it would be readable by all")
-    if text.startswith("-") or not text.isprintable():
-        raise ValueError("an address begins with no '-' and has no control characters")
-    return text
-
-
 Network = Annotated[str, AfterValidator(_network)]
 WebAddress = Annotated[str, AfterValidator(_web_address)]
-Remote = Annotated[str, StringConstraints(min_length=1), AfterValidator(_no_secret)]
 Address = Annotated[str, AfterValidator(_address)]
-HostPath = Annotated[str, AfterValidator(host_path)]
 
 
 class Entry(BaseModel):
@@ -348,30 +326,6 @@ class KnownBad(Entry):
     """A deploy refuses the release unless the host's accept_known_bad names it; else this is for the reader."""
 
 
-class Index(Entry):
-    """A package index that serves what the default one lacks."""
-
-    url: Remote
-    packages: list[Text]
-
-
-class GitSource(Entry):
-    """A commit of a git repository. mirror: an address, or a bundle file on the host, that is asked before `url`."""
-
-    kind: Literal["git"]
-    url: Remote
-    commit: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
-    mirror: Remote | None = None
-    submodules: bool = False
-
-
-class SourceDirectory(Entry):
-    """A source tree that is already on the host; it is never changed."""
-
-    kind: Literal["directory"]
-    path: HostPath
-
-
 class Toolchain(Entry):
     """What kernels are compiled with, also by engines that compile while they serve."""
 
@@ -383,55 +337,11 @@ class Toolchain(Entry):
     """Packages of NVIDIA's repository (host data driver_keyring) that bring it."""
 
 
-class KernelDependency(Entry):
-    """A directory on the host for a dependency that CMake would fetch (FETCHCONTENT_SOURCE_DIR_<NAME>)."""
+class Kernel(KernelLibrary):
+    """The kernel library of a release as its entry describes it."""
 
-    path: HostPath
-    private: bool = False
-    """Configuration writes into it: each build gets a copy."""
-
-
-class Kernel(Entry):
-    """The CUDA kernel library of a release: that of its lock, proved, or one built for the host's GPUs."""
-
-    mode: Literal["wheel", "source"]
-    package: Distribution
-    """Name of the distribution."""
-    module: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
-    """Module that is imported for a test before the wheel is installed."""
-    libraries: Annotated[list[Text], Field(min_length=1)]
-    """Patterns below site-packages: libraries that must hold code for every wanted architecture."""
     toolchain: Toolchain
-    source: Annotated[GitSource | SourceDirectory, Field(discriminator="kind")] | None = None
-    subdirectory: Annotated[str, StringConstraints(pattern=r"^(\.|\w[\w.-]*(/\w[\w.-]*)*)$")] = "."
-    """Where its pyproject.toml is in the source."""
     patches: Annotated[str, StringConstraints(pattern=r"^files/patches(/\w[\w.-]*)+$")] | None = None
-    architectures: list[Annotated[str, StringConstraints(pattern=r"^\d{1,2}\.\d$")]] = []
-    """Compute capabilities; none: those of the host's GPUs."""
-    minimum_cuda: Dotted = "12.8"
-    """Of the toolkit: the first that knows the wanted architectures."""
-    defines: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w-]*$")], str] = {}
-    """CMake variables."""
-    environment: dict[Variable, str] = {}
-    """Variables of the build."""
-    drop_targets: list[Text] = []
-    """CMake targets that are neither built nor installed."""
-    dependencies: dict[Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")], KernelDependency] = {}
-    memory_mib: dict[Text, Annotated[int, Field(ge=1)]] = {}
-    """Memory that compiling a file takes, by file name; "default" for the others. Measured ones count when larger."""
-    jobs: Annotated[int, Field(ge=1)] | None = None
-    """Most compilers at once; unset: by memory and cores."""
-    memory_limit: Annotated[str, StringConstraints(pattern=r"^([1-9]\d?%|[1-9]\d*[MG])$")] = "85%"
-    """Of the build as a whole (systemd's MemoryMax=)."""
-    while_serving: Literal["refuse", "share"] = "refuse"
-    """Build beside a serving engine: not at all, or with a quarter of the cores."""
-    minimum_disk_mib: Annotated[int, Field(ge=1)] = 8192
-
-    @model_validator(mode="after")
-    def _source_is_named(self) -> Self:
-        if self.mode == "source" and self.source is None:
-            raise ValueError("mode source needs a source")
-        return self
 
 
 class Release(Entry):
@@ -609,15 +519,9 @@ def _parse(document: Document, model: type[E_], section: str, findings: list[Fin
                 path = tuple(part for part in problem["loc"] if part not in {*KINDS, "git"})
                 message = problem["msg"].removeprefix("Value error, ")
                 if problem["type"] == "extra_forbidden":
-                    message = f"there is no such key{nearest(str(path[-1]), _keys() - {str(path[-1])})}"
+                    message = f"there is no such key{nearest(str(path[-1]), keys(model) - {str(path[-1])})}"
                 found((name, *path), message + _got(problem))
     return entries
-
-
-@cache
-def _keys() -> frozenset[str]:
-    """Every key of every entry."""
-    return frozenset(key for kind in Entry.__subclasses__() for key in kind.model_fields)
 
 
 def _got(problem: Mapping[str, Any]) -> str:

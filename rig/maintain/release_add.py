@@ -28,6 +28,7 @@ from rig.cli.arguments import Parser
 from rig.maintain.locks import LOCKS, LockError, Recipe, read_recipes, write_lock
 from rig.plan.command_lines import Locations, command_line
 from rigctl.checkpoints.paths import write_whole
+from rigctl.contract.environment_build import EnvironmentBuild, Index
 from rigctl.engines import environment, probes
 from rigctl.engines.drift import read_lock
 from rigctl.engines.installed import site_packages
@@ -181,9 +182,11 @@ def installed(lock: Path, python: str, release: Mapping[str, Any], scratch: Path
     needed = NEEDED_GB[release.get("accelerator", "cuda")]
     if (free := shutil.disk_usage(scratch).free / 1e9) < needed:
         raise ReleaseError(f"{scratch}: {free:.0f} GB free, {needed} needed; set TMPDIR to a larger disk")
-    series = ROOT / release["patches"] if release.get("patches") else None
+    patches = ROOT / release["patches"] if release.get("patches") else None
     path = scratch / "environment"
-    environment.build(environment.Specification(path, python, lock, series, cache, release.get("index")))
+    index = Index.model_validate(release["index"]) if release.get("index") else None
+    order = EnvironmentBuild(path=path, python=python, lock=lock, patches=patches, cache=cache, index=index)
+    environment.build(order)
     return path
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pyinfra import host, logger
@@ -17,15 +17,17 @@ from rig.facts.state import Lines
 from rig.operations import jobs
 from rig.operations.common import Commands, note, remember, script
 from rigctl.contract import layout
+from rigctl.contract.environment_build import EnvironmentBuild
 
 # A sweep of many configurations with long loads; systemd ends it after this.
 LIMIT_SECONDS = 7 * 24 * 3600
 
 
-def generator_environment(path: str, python: str, lock: str, cache: str, wheels: str | None) -> dict[str, Any]:
-    """What `rigctl environment build` makes the load generator's environment from."""
-    made_from = {"lock": lock, "series": None, "index": None, "wheels": wheels}
-    return {"path": path, "python": python, "cache": cache, **made_from}
+def generator_environment(path: str, python: str, lock: str, cache: str, wheels: str | None) -> EnvironmentBuild:
+    """The order to make the load generator's environment."""
+    return EnvironmentBuild(
+        path=Path(path), python=python, lock=Path(lock), cache=Path(cache), wheels=Path(wheels) if wheels else None
+    )
 
 
 @operation()
@@ -49,11 +51,11 @@ def generator(ml_env: str, python: str, cache: str, wheels: str | None = None) -
         f"mv -f {lock}.new {lock}",
         content=LOCK.read_bytes(),
     )
-    specification = generator_environment(path, python, lock, cache, wheels)
+    order = generator_environment(path, python, lock, cache, wheels)
     yield from jobs.run(
         jobs.LongJob(
             unit=f"kimi-job-env-aiperf-{PurePosixPath(path).name}",
-            argv=[layout.RIGCTL, "environment", "build", json.dumps(specification)],
+            argv=[layout.RIGCTL, "environment", "build", json.dumps(order.document())],
             proof=proof,
             properties=["EnvironmentFile=-/etc/environment"],
         )

@@ -11,6 +11,7 @@ from typing import Any
 from pyinfra import host
 from pyinfra.api import operation
 
+from rig.artifacts.environment_orders import environment_build
 from rig.facts.state import JsonFile, Lines
 from rig.operations import jobs
 from rig.operations.common import Commands, note, notice, refuse, remember, script
@@ -36,22 +37,14 @@ def environment(env: Environment, cache: str, wheels: str | None = None) -> Comm
         return
     if "complete" not in state:
         note(f"{env.path} is built from {env.lock}")
-        specification = {
-            "path": env.path,
-            "python": env.python,
-            "lock": env.lock_on_host,
-            "series": env.series_on_host,
-            "cache": cache,
-            "index": env.release.index.model_dump() if env.release.index else None,
-            "wheels": wheels,
-        }
+        order = environment_build(env, cache, wheels)
         # A directory that was there before us may hold more than ours.
         whole = [f"[ -e {shlex.quote(path)} ] || {{ {remember('tree', path)}; }}" for path in (base, cache)]
         yield script(*whole, remember("tree", env.path))
         yield from jobs.run(
             jobs.LongJob(
                 unit=f"kimi-job-env-{env.name}-{PurePosixPath(env.path).name}",
-                argv=[layout.RIGCTL, "environment", "build", json.dumps(specification)],
+                argv=[layout.RIGCTL, "environment", "build", json.dumps(order.document())],
                 proof=proof,
                 properties=["EnvironmentFile=-/etc/environment"],
             )

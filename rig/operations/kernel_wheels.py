@@ -11,12 +11,13 @@ from pyinfra import host
 from pyinfra.api import operation
 
 from rig.catalog.entries import Kernel
-from rig.facts.state import InstalledPackages, Lines
+from rig.facts.state import InstalledPackages, JsonFile, Lines
 from rig.operations import jobs
 from rig.operations.common import Commands, note, notice, refuse, remember, remember_packages, script
-from rig.operations.files import File
 from rig.operations.host_settings import APT, repository_added
 from rigctl.contract import layout
+from rigctl.contract.kernel_job import KernelJob
+from rigctl.contract.order import ContractError
 
 # The whole of sgl-kernel for one architecture takes 40 minutes on two cores.
 LIMIT_SECONDS = 12 * 3600
@@ -50,17 +51,16 @@ def toolkit(packages: Sequence[str], keyring: Sequence[str]) -> Commands:
 
 
 @operation()
-def kernel(release: str, wanted: Kernel, description: File, digest: str, trees: Sequence[str]) -> Commands:
+def kernel(release: str, wanted: Kernel, path: str, digest: str, trees: Sequence[str]) -> Commands:
     """The kernel library of a release is what the catalogue says, proved by the code in it.
 
     Its state is `rigctl kernel status`: every file against the wheel in the store, whose digest covers all it is made
-    from. description: the specification's file, written before this runs; a plan sees the one before. digest: of the
-    specification. trees: directories that builds make.
+    from. path: of the order, written before this runs; a plan sees the one before. digest: of what is ordered. trees:
+    directories that builds make.
     """
     status = f"{layout.RIGCTL} kernel status {shlex.quote(release)} --json"
-    found = host.get_fact(Lines, script=f"sha256sum < {shlex.quote(description.path)}; {status}")
-    state = _state(found)
-    if state and description.digest not in " ".join(found):
+    state = _state(host.get_fact(Lines, script=status))
+    if state and _ordered(host.get_fact(JsonFile, path=path), path) != digest:
         state = {"state": "missing", "why": "its description changes"}
     if state.get("state") in DONE:
         host.noop(f"{wanted.package} of {release} is what it should be")
@@ -80,6 +80,14 @@ def kernel(release: str, wanted: Kernel, description: File, digest: str, trees: 
             properties=["EnvironmentFile=-/etc/environment", *limits, *share],
         )
     )
+
+
+def _ordered(document: Any, path: str) -> str | None:
+    """Digest of the order that is on the host, in whatever format; None where it is none."""
+    try:
+        return KernelJob.parse(document, path).digest
+    except ContractError:
+        return None
 
 
 def _state(lines: list[str]) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("wheels", type=Path)
-    parser.add_argument("--prepare", action="store_true", help="environments and specification only")
+    parser.add_argument("--prepare", action="store_true", help="environments and order only")
     parser.add_argument("--work", type=Path, default=Path("/tmp/kimi-rig-kernel"))
     arguments = parser.parse_args()
     out, wheels, work = (path.resolve() for path in (arguments.out, arguments.wheels, arguments.work))
@@ -133,13 +133,10 @@ def main() -> int:
         raise SystemExit("nvcc is not on PATH")
     capability = run(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]).split()[0]
     folder = "sm90" if capability == "9.0" else "sm100"
-    specification = {
-        "name": "rig-kernel",
+    order = {
+        "format": 1,
         "mode": "source",
-        "environment": str(environment),
-        "python": version,
-        "lock": str(lock),
-        "series": None,
+        "engine": {"path": str(environment), "python": version, "lock": str(lock)},
         "package": "rig-kernel",
         "module": "rig_kernel",
         "libraries": [f"rig_kernel/{folder}/common_ops*.so"],
@@ -155,10 +152,10 @@ def main() -> int:
         "drop_targets": [DROPPED.get(capability, "common_ops_sm90_build"), "flash_ops"],
         "dependencies": {"repo-mathlib": {"path": str(ROOT / "tests/kernel/mathlib"), "private": True}},
         "defines": {"FETCHCONTENT_FULLY_DISCONNECTED": "ON"},
-        "minimum_disk": 1024,
+        "minimum_disk_mib": 1024,
     }
     file = work / "rig-kernel.json"
-    file.write_text(json.dumps(specification))
+    file.write_text(json.dumps(order))
     if arguments.prepare:
         print(file)
         return 0

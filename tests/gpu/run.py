@@ -46,7 +46,8 @@ from rig.cli.converge import pyinfra
 from rig.operations.benchmark import generator_environment
 from rig.plan.host_plan import HostPlan, plan_from_facts
 from rigctl.contract import layout
-from rigctl.supervisor.activity import gpu_memory, nvidia_smi
+from rigctl.nvidia_smi import nvidia_smi
+from rigctl.supervisor.activity import gpu_memory
 from rigctl.supervisor.engine_client import Engine, Speculation
 from rigctl.supervisor.specification import named, read_json
 from rigctl.tiny_kimi.automaton import CHAT, CONTENT
@@ -510,7 +511,7 @@ def generator(_: argparse.Namespace, found: dict[str, Any]) -> None:
     python = next(iter(plan.environments.values())).python
     described = generator_environment(path, python, GENERATOR_LOCK, cache, plan.data.wheels)
     begin = time.monotonic()
-    run(layout.RIGCTL, "environment", "build", json.dumps(described))
+    run(layout.RIGCTL, "environment", "build", json.dumps(described.document()))
     found |= {"path": path, "seconds": round(time.monotonic() - begin, 1)}
 
 

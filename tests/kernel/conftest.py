@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from rig.catalog.entries import ROOT, load_catalog
+from rigctl.contract.kernel_job import KernelJob
 from rigctl.engines.drift import read_lock
 from rigctl.kernel import build, toolchain
-from rigctl.kernel import spec as specs
 from tests.unit.wheelhouse import lock_text, wheel
 
 HERE = Path(__file__).parent
@@ -91,12 +91,9 @@ class Bench:
     def content(self) -> dict[str, Any]:
         """The specification: the whole package for 12.0, as the catalogue would say it."""
         return {
-            "name": "rig-kernel",
+            "format": 1,
             "mode": "source",
-            "environment": str(self.parts.engine),
-            "python": PYTHON,
-            "lock": str(self.parts.lock),
-            "series": None,
+            "engine": {"path": str(self.parts.engine), "python": PYTHON, "lock": str(self.parts.lock)},
             "package": "rig-kernel",
             "module": "rig_kernel",
             "libraries": ["rig_kernel/sm100/common_ops*.so"],
@@ -109,9 +106,9 @@ class Bench:
             "dependencies": {"repo-mathlib": {"path": str(self.root / "mathlib"), "private": True}},
             "defines": {"FETCHCONTENT_FULLY_DISCONNECTED": "ON"},
             # The file that needs much memory needs little but where a test is about that.
-            "variables": {"CUDAFLAGS": "-DHEAVY_SIDE=50"},
-            "memory": {"heavy.cu": 1600, "default": 400},
-            "minimum_disk": 1,
+            "environment": {"CUDAFLAGS": "-DHEAVY_SIDE=50"},
+            "memory_mib": {"heavy.cu": 1600, "default": 400},
+            "minimum_disk_mib": 1,
             **self.changes,
         }
 
@@ -123,8 +120,8 @@ class Bench:
         }
 
     @property
-    def spec(self) -> specs.Spec:
-        return specs.parse(json.dumps(self.content()), "test")
+    def spec(self) -> KernelJob:
+        return KernelJob.parse(self.content(), "test")
 
     def start(self, action: str = "ensure", **environment: str) -> subprocess.Popen[str]:
         """`rigctl kernel ACTION`; both streams in one."""

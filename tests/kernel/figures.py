@@ -10,12 +10,10 @@ host that has the kernel.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 import zipfile
@@ -24,11 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "files/hostkit"))
-
-from rigctl.errors import RigctlError  # the path comes first
+from rigctl.contract.kernel_job import KernelJob, SourceDirectory
+from rigctl.errors import RigctlError
 from rigctl.kernel import build, memory, source, toolchain
-from rigctl.kernel import spec as specs
+from rigctl.kernel.commands import read_job
 
 
 def measured(what: Callable[[], Path | None]) -> dict[str, Any]:
@@ -70,26 +67,28 @@ def attempts(wheel: Path | None) -> int:
 
 
 class Figures:
-    def __init__(self, spec: specs.Spec, jobs: int) -> None:
+    def __init__(self, spec: KernelJob, jobs: int) -> None:
         self.spec, self.jobs, self.number = spec, jobs, 0
 
-    def fresh(self, **changes: Any) -> specs.Spec:
+    def fresh(self, **changes: Any) -> KernelJob:
         """The specification with a root of its own: nothing built, nothing known."""
         self.number += 1
         root = self.spec.root.parent / f"figures-{os.getpid()}-{self.number}"
-        return dataclasses.replace(self.spec, root=root, **changes)
+        return self.spec.model_copy(update={"root": root, **changes})
 
-    def ours(self, spec: specs.Spec, **variables: str) -> Path:
+    def ours(self, spec: KernelJob, **variables: str) -> Path:
         """As the stage builds."""
-        spec = dataclasses.replace(spec, variables={**spec.variables, **variables})
+        spec = spec.model_copy(update={"environment": {**spec.environment, **variables}})
         chain = toolchain.examine(spec)
         return build.Build(spec, chain, build.gather(spec, chain)).run(self.jobs).wheel
 
-    def plainly(self, spec: specs.Spec, defines: Mapping[str, str] | None = None) -> Path:
+    def plainly(self, spec: KernelJob, defines: Mapping[str, str] | None = None) -> Path:
         """As a person does: the project's own build, the same toolchain and job count, no launcher, no forcing."""
         chain = toolchain.examine(spec)
         work = spec.root / "plain"
-        source.copy((spec.source.path if spec.source else None) or Path(), work / "source")
+        if not isinstance(spec.source, SourceDirectory):
+            raise SystemExit("the source of the order is no directory")
+        source.copy(spec.source.path, work / "source")
         settings = {**spec.defines, "RIG_KERNEL_CACHE": "OFF", "RIG_KERNEL_THREADS": "1", **(defines or {})}
         for name, dependency in spec.dependencies.items():
             source.copy(dependency.path, work / name)
@@ -159,7 +158,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--only", default="size,ccache,memory")
     arguments = parser.parse_args()
-    spec = specs.read(str(arguments.specification.resolve()))
+    spec = read_job(str(arguments.specification.resolve()))
     toolchain.provide(spec)
     figures, only, runs = Figures(spec, arguments.jobs), arguments.only.split(","), arguments.runs
     if "size" in only:
@@ -171,7 +170,7 @@ def main() -> int:
             },
         )
     if "ccache" in only and shutil.which("ccache"):
-        warm: list[specs.Spec] = []
+        warm: list[KernelJob] = []
 
         def empty() -> Path:
             warm[:] = [figures.fresh()]
@@ -188,9 +187,9 @@ def main() -> int:
         compare(
             runs,
             {
-                "with the launcher": lambda: figures.ours(figures.fresh(memory=known), CCACHE_DISABLE="1"),
+                "with the launcher": lambda: figures.ours(figures.fresh(memory_mib=known), CCACHE_DISABLE="1"),
                 "held back by nothing": lambda: figures.ours(
-                    figures.fresh(memory=dict.fromkeys(known, 1)), CCACHE_DISABLE="1"
+                    figures.fresh(memory_mib=dict.fromkeys(known, 1)), CCACHE_DISABLE="1"
                 ),
             },
             limit_mib=arguments.limit,

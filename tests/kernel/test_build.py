@@ -12,7 +12,7 @@ import pytest
 from rigctl.engines.installed import distributions, site_packages
 from rigctl.errors import RigctlError
 from rigctl.kernel import store, toolchain
-from tests.kernel.conftest import Bench
+from tests.kernel.conftest import PYTHON, Bench
 
 
 def others(bench: Bench) -> set[tuple[str, str]]:
@@ -63,7 +63,7 @@ def test_every_input_makes_another_wheel(bench: Bench, tmp_path: Path) -> None:
     toolchain.provide(bench.spec)
     rebuilt()
     assert len(bench.stored()) == 5
-    bench.changes.pop("environment"), bench.changes.pop("lock")
+    bench.changes.pop("engine")
     said = bench.rigctl()
     assert "building" not in said and bench.receipt()["digest"] == digests[-2], "an earlier state comes from the store"
 
@@ -82,7 +82,7 @@ def other_torch(bench: Bench, tmp_path: Path) -> dict[str, Any]:
     (new / "RECORD").write_text(record)
     lock = tmp_path / "other.txt"
     lock.write_text(bench.parts.lock.read_text().replace(f"torch=={version}", "torch==9.9.9"))
-    return {"environment": str(engine), "lock": str(lock)}
+    return {"engine": {"path": str(engine), "python": PYTHON, "lock": str(lock)}}
 
 
 def test_a_wheel_for_other_cards_is_not_installed(bench: Bench) -> None:
@@ -95,7 +95,7 @@ def test_a_wheel_for_other_cards_is_not_installed(bench: Bench) -> None:
     wanted = bench.builder()
     with pytest.raises(RigctlError, match=r"not for 120a alone .*libflash_ops.so holds 2 x sm_80; sm_80 is not wanted"):
         wanted.prove(stored.wheel)
-    bench.changes["shared"] = str(bench.root / "shared")
+    bench.changes["kernel_store"] = str(bench.root / "shared")
     foreign = store.put(bench.spec, wanted.inputs.digest, stored.wheel, {"host": "another"})
     store.publish(bench.spec, foreign)
     shutil.rmtree(store.folder(bench.spec, wanted.inputs.digest))
@@ -111,7 +111,7 @@ def test_a_target_that_is_not_there_is_named(bench: Bench) -> None:
 
 
 def test_another_host_takes_the_wheel(bench: Bench, tmp_path: Path) -> None:
-    bench.changes["shared"] = str(tmp_path / "shared")
+    bench.changes["kernel_store"] = str(tmp_path / "shared")
     bench.rigctl()
     shutil.rmtree(bench.root / "kernels" / "store")
     said = bench.rigctl()

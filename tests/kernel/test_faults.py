@@ -23,8 +23,8 @@ from tests.kernel.conftest import UV, Bench, kill_tree, run, until
 
 BUILD = """
 import sys
-from rigctl.kernel import build, spec, toolchain
-wanted = spec.read(sys.argv[1])
+from rigctl.kernel import build, commands, toolchain
+wanted = commands.read_job(sys.argv[1])
 toolchain.provide(wanted)
 chain = toolchain.examine(wanted)
 build.Build(wanted, chain, build.gather(wanted, chain)).run(int(sys.argv[2]))
@@ -33,7 +33,7 @@ build.Build(wanted, chain, build.gather(wanted, chain)).run(int(sys.argv[2]))
 
 def in_group(bench: Bench, group: Path, jobs: int) -> tuple[int, str]:
     """A build with all its processes in a memory control group, without ccache; exit code and what it says."""
-    bench.changes["variables"] = {"CCACHE_DISABLE": "1"}
+    bench.changes["environment"] = {"CCACHE_DISABLE": "1"}
     file = bench.root / "rig-kernel.json"
     file.write_text(json.dumps(bench.content()))
     script = f'echo $$ > {group}/cgroup.procs; exec {sys.executable} -c "$0" {file} {jobs}'
@@ -45,7 +45,7 @@ def in_group(bench: Bench, group: Path, jobs: int) -> tuple[int, str]:
 @pytest.mark.parametrize("memory_group", [2000], indirect=True)
 def test_compilers_killed_for_memory_run_again_with_fewer_jobs(bench: Bench, memory_group: Path) -> None:
     """All ten files at once do not fit, one does: the need was said to be small, so the launcher could not know."""
-    bench.changes |= {"memory": {"default": 10}, "drop_targets": ["flash_ops"]}
+    bench.changes |= {"memory_mib": {"default": 10}, "drop_targets": ["flash_ops"]}
     code, said = in_group(bench, memory_group, jobs=10)
     assert code == 0, said
     assert re.search(r"was killed for want of memory: once more, with 5 jobs", said), said
@@ -77,7 +77,7 @@ def little_disk(bench: Bench) -> Iterator[Path]:
 
 def test_a_full_disk_is_told_and_the_build_goes_on_after_it(bench: Bench, little_disk: Path) -> None:
     bench.small()
-    bench.changes["minimum_disk"] = 0
+    bench.changes["minimum_disk_mib"] = 0
     filler = little_disk / "filler"
     filler.write_bytes(b"\0" * (3500 << 10))
     said = bench.rigctl(code=1)
@@ -90,13 +90,13 @@ def test_a_full_disk_is_told_and_the_build_goes_on_after_it(bench: Bench, little
 
 def test_too_little_disk_is_told_before_anything_is_built(bench: Bench) -> None:
     bench.small()
-    bench.changes["minimum_disk"] = 1 << 30
+    bench.changes["minimum_disk_mib"] = 1 << 30
     said = bench.rigctl(code=1)
     assert "MiB free, a build takes 1073741824: make room" in said and "building" not in said
 
 
 def test_a_build_killed_half_way_goes_on_where_it_ended(bench: Bench) -> None:
-    bench.changes |= {"jobs": 1, "variables": {**bench.content()["variables"], "CCACHE_DISABLE": "1"}}
+    bench.changes |= {"jobs": 1, "environment": {**bench.content()["environment"], "CCACHE_DISABLE": "1"}}
     process = bench.start()
     until(process, "[3/6]")
     time.sleep(0.5)  # ninja says so before it notes it

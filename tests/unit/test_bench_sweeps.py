@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from rig.catalog.yaml_source import CatalogError
 from rig.host.settings import HostSettings
 from rig.operations.benchmark import generator_environment
 from rig.plan.host_plan import HostPlan, host_plan
-from rigctl.engines.environment import Specification
+from rigctl.contract.environment_build import EnvironmentBuild
 
 DATA = {
     "ml_env": "/opt/env",
@@ -171,9 +170,9 @@ def test_cell_becomes_a_ledger_entry(plan: HostPlan, tmp_path: Path) -> None:
 
 def test_the_generators_environment_can_be_built() -> None:
     described = generator_environment("/opt/x/aiperf/1", "3.11", "/etc/x/aiperf.txt", "/opt/x/.cache", "/opt/wheels")
-    specification = Specification.parse(json.dumps(described))
-    assert (specification.path, specification.series) == (Path("/opt/x/aiperf/1"), None)
-    assert specification.wheels == Path("/opt/wheels"), "a host without an index would ask one"
+    order = EnvironmentBuild.parse_text(described.text(), "ORDER")
+    assert (order.path, order.patches) == (Path("/opt/x/aiperf/1"), None)
+    assert order.wheels == Path("/opt/wheels"), "a host without an index would ask one"
 
 
 @pytest.mark.parametrize("name", ["a b", "../x", "x;y", "X"])

@@ -170,6 +170,6 @@ def test_what_is_no_list_of_pairs_is_refused(text: str, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("text", ["x", "1", "{}", '{"path": 1, "lock": 1, "cache": 1}'])
-def test_what_is_no_specification_of_an_environment_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_order_for_an_environment_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["environment", "build", text]) == 1
-    assert "not the specification of an environment" in capsys.readouterr().err
+    assert "rigctl environment: the order: " in capsys.readouterr().err

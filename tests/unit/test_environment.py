@@ -66,16 +66,17 @@ class Host:
         return (base or self.root) / "env" / name
 
     def command(self, name: str, lock: str = "good", base: Path | None = None, code: str = RIGCTL) -> list[str]:
-        specification: dict[str, Any] = {
+        order: dict[str, Any] = {
+            "format": 1,
             "path": str(self.environment(name, base)),
             "python": ".".join(map(str, system_python())),
             "lock": str(self.root / f"{lock}.txt"),
-            "series": str(self.series),
+            "patches": str(self.series),
             "cache": str((base or self.root) / "cache"),
             "index": None,
             "wheels": str(self.wheels),
         }
-        return [sys.executable, "-c", code, "environment", "build", json.dumps(specification)]
+        return [sys.executable, "-c", code, "environment", "build", json.dumps(order)]
 
     def build(self, *arguments: Any, **more: Any) -> subprocess.CompletedProcess[str]:
         return run(self.command(*arguments, **more))
@@ -142,7 +143,7 @@ def test_a_second_environment_shares_files_and_neither_it_nor_the_cache_is_patch
     assert old.samefile(new)
     shutil.rmtree(host.environment("new"))
     command = host.command("plain")
-    command[-1] = json.dumps(json.loads(command[-1]) | {"series": None})
+    command[-1] = json.dumps(json.loads(command[-1]) | {"patches": None})
     assert run(command).returncode == 0
     assert (host.answer("plain"), host.answer("old")) == ("1", "2")
 

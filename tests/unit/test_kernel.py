@@ -16,35 +16,35 @@ import pytest
 from pyinfra.api.connect import connect_all, disconnect_all
 from pyinfra.api.operation import add_op
 
-from rig.artifacts.kernel_orders import kernel_files, specification, specification_path, toolkit
+from rig.artifacts.kernel_orders import kernel_files, kernel_job, kernel_job_path, toolkit
 from rig.artifacts.rollback_states import state_of
 from rig.artifacts.units import unit_file
 from rig.catalog.entries import Kernel, Toolchain, load_catalog
 from rig.catalog.yaml_source import CatalogError
 from rig.host.settings import HostSettings
-from rig.operations import files
 from rig.operations.common import PLAN_LOG
 from rig.operations.kernel_wheels import kernel as kernel_operation
 from rig.plan.host_plan import HostData, HostPlan, _environment, host_plan, kernel_packages
 from rigctl import cli
 from rigctl.contract import layout
+from rigctl.contract.kernel_job import KernelJob
 from rigctl.errors import RigctlError
 from rigctl.kernel import build, commands, cubins, install, memory, source, store, toolchain
-from rigctl.kernel import spec as specs
 from rigctl.kernel.compile_job import Running, State, fits, need_of
 from tests.unit.test_engines_and_units import data
 from tests.unit.test_operations import local_state
 from tests.unit.wheelhouse import wheel as make_wheel
 
 
-def specification_json(root: Path, **more: Any) -> dict[str, Any]:
+def order(root: Path, **more: Any) -> dict[str, Any]:
     return {
-        "name": "rig-kernel",
+        "format": 1,
         "mode": "source",
-        "environment": str(root / "env" / "engine" / "e1"),
-        "python": "3.11",
-        "lock": str(root / "lock.txt"),
-        "series": None,
+        "engine": {
+            "path": str(root / "env" / "engine" / "e1"),
+            "python": "3.11",
+            "lock": str(root / "lock.txt"),
+        },
         "package": "rig-kernel",
         "module": "rig_kernel",
         "libraries": ["rig_kernel/sm100/*.so"],
@@ -56,8 +56,8 @@ def specification_json(root: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def spec(root: Path, **more: Any) -> specs.Spec:
-    return specs.parse(json.dumps(specification_json(root, **more)), "test")
+def spec(root: Path, **more: Any) -> KernelJob:
+    return KernelJob.parse(order(root, **more), "test")
 
 
 # Data
@@ -71,14 +71,14 @@ def plan() -> HostPlan:
 def test_every_specification_of_the_catalogue_is_one_for_rigctl(plan: HostPlan) -> None:
     files = kernel_files(plan)
     names = ("sglang-0.5.9", "sglang-0.5.23")
-    parsed = {name: specs.parse(files[specification_path(name)].decode(), name) for name in names}
+    parsed = {name: KernelJob.parse_text(files[kernel_job_path(name)], name) for name in names}
     assert parsed["sglang-0.5.9"].mode == "source" and parsed["sglang-0.5.23"].mode == "wheel"
     assert parsed["sglang-0.5.9"].source is not None and parsed["sglang-0.5.9"].source.kind == "git"
     assert all(str(each.toolchain.lock) in files for each in parsed.values())
     for name, each in parsed.items():
         package = plan.environments[name].release.kernel
         assert package is not None and f"{package.package}==" in Path(plan.environments[name].lock).read_text()
-        assert each.environment == Path(plan.environments[name].path)
+        assert each.engine.path == Path(plan.environments[name].path)
 
 
 def test_engines_that_compile_while_they_serve_get_the_toolkit_of_their_release(plan: HostPlan) -> None:
@@ -105,20 +105,20 @@ def test_compilers_are_installed_where_a_release_has_a_kernel(plan: HostPlan) ->
 def test_a_specification_changes_with_the_data(plan: HostPlan) -> None:
     kernel = plan.environments["sglang-0.5.9"].release.kernel
     assert isinstance(kernel, Kernel)
-    assert specification(plan, "sglang-0.5.9")["defines"] == kernel.defines
+    assert kernel_job(plan, "sglang-0.5.9").defines == kernel.defines
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"moode": "source"}, "unknown key moode"),
-        ({"source": None}, "mode source without a source"),
-        ({"toolchain": {"path": "/x"}}, "'lock'"),
-        ({"source": {"kind": "git", "branch": "main"}}, "branch"),
+        ({"moode": "source"}, 'moode: there is no such key, did you mean "mode"'),
+        ({"source": None}, "mode source needs a source"),
+        ({"toolchain": {"path": "/x"}}, "toolchain.lock: is missing"),
+        ({"source": {"kind": "git", "branch": "main"}}, "source.git.branch: there is no such key"),
     ],
 )
 def test_wrong_specifications_are_named(tmp_path: Path, change: Mapping[str, Any], message: str) -> None:
-    with pytest.raises(RigctlError, match=rf"test: not a kernel specification: .*{message}"):
+    with pytest.raises(RigctlError, match=rf"test: .*{message}"):
         spec(tmp_path, **change)
 
 
@@ -476,9 +476,8 @@ def test_a_wrong_commit_is_named(tmp_path: Path, repository: tuple[Path, str, st
     with pytest.raises(RigctlError, match=f"commit {wrong} was not to be had .*correct the kernel's commit"):
         source.take(spec(tmp_path, source={"kind": "git", "url": str(main), "commit": wrong}), tmp_path / "w", "")
     assert not (tmp_path / "w").exists()
-    short = spec(tmp_path, source={"kind": "git", "url": str(main), "commit": first[:10]})
-    with pytest.raises(RigctlError, match="no full commit"):
-        source.identity(short, tmp_path / "memos")
+    with pytest.raises(RigctlError, match=r"source.git.commit: String should match pattern '\^\[0-9a-f\]\{40\}\$'"):
+        spec(tmp_path, source={"kind": "git", "url": str(main), "commit": first[:10]})
 
 
 def test_patches_apply_once_or_are_named(tmp_path: Path) -> None:
@@ -508,13 +507,13 @@ def rigctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state"
 
 
-def planned(rigctl: Path, plan: HostPlan, state: str, written: bytes = b"{}") -> list[str]:
+def planned(rigctl: Path, plan: HostPlan, state: str, digest: str = "", on_host: str = "") -> list[str]:
     """What a plan says of the kernel of SGLang 0.5.9 when `rigctl kernel status` says `state`.
 
-    written: the specification on the host; the wanted one is {}.
+    on_host: the order that lies there, else that of the plan. digest: of what is wanted, else of the plan's.
     """
-    description = files.File(str(rigctl.with_name("spec.json")), b"{}")
-    Path(description.path).write_bytes(written)
+    path = rigctl.with_name("job.json")
+    path.write_text(on_host or kernel_job(plan, "sglang-0.5.9").text())
     rigctl.write_text(state)
     log = rigctl.with_name("plan")
     log.unlink(missing_ok=True)
@@ -522,7 +521,8 @@ def planned(rigctl: Path, plan: HostPlan, state: str, written: bytes = b"{}") ->
     running = local_state()
     connect_all(running)
     try:
-        more = {"description": description, "digest": "0" * 64, "trees": ["/nowhere"]}
+        wanted_digest = digest or kernel_job(plan, "sglang-0.5.9").digest
+        more = {"path": str(path), "digest": wanted_digest, "trees": ["/nowhere"]}
         add_op(running, kernel_operation, release="sglang-0.5.9", wanted=wanted, **more)
     finally:
         disconnect_all(running)
@@ -541,9 +541,18 @@ def test_what_a_plan_says_of_a_kernel(plan: HostPlan, rigctl: Path) -> None:
     ]
     replaced = '{"state": "replaced", "why": "something put another sgl-kernel over ours: x.so is another"}'
     told, detail = planned(rigctl, plan, replaced)
-    [changed] = planned(rigctl, plan, '{"state": "installed", "why": ""}', b'{"old": 1}')
+    [changed] = planned(rigctl, plan, '{"state": "installed", "why": ""}', "0" * 64)
     assert changed.endswith("is built for this host's GPUs, proved and installed (its description changes)")
     assert told.startswith("sglang-0.5.9: something put another sgl-kernel over ours") and "from the store" in detail
+
+
+def test_an_upgrade_and_a_rollback_over_it_leave_what_is_installed(plan: HostPlan, rigctl: Path) -> None:
+    """The order on the host, or the recorded state, is of e91294b: it says the same in other words."""
+    state = json.loads((Path(__file__).parents[1] / "fixtures/e91294b/kernels/state.json").read_text())
+    library = state["kernels"]["sglang-0.5.9"]
+    text = state["kernel_files"][library["description"]]
+    assert planned(rigctl, plan, '{"state": "installed", "why": ""}', library["digest"], text) == []
+    assert planned(rigctl, plan, '{"state": "installed", "why": ""}', "0" * 64, text) != []
 
 
 # Store and installation
@@ -569,7 +578,7 @@ def test_the_store_keeps_whole_wheels_only(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
 def test_hosts_share_what_one_has_built(tmp_path: Path) -> None:
     shared = str(tmp_path / "shared")
-    one, two = (spec(tmp_path / name, shared=shared) for name in ("one", "two"))
+    one, two = (spec(tmp_path / name, kernel_store=shared) for name in ("one", "two"))
     assert store.fetch(one, "d" * 16) is None
     store.publish(one, store.put(one, "d" * 16, wheel(tmp_path), {"host": "one"}))
     fetched = store.fetch(two, "d" * 16)
@@ -580,7 +589,7 @@ def test_hosts_share_what_one_has_built(tmp_path: Path) -> None:
 
 def test_the_wheel_must_be_the_version_that_the_engine_checks_for(tmp_path: Path) -> None:
     wanted = spec(tmp_path)
-    wanted.lock.write_text("torch==2.9.1\nrig-kernel==1.2.3 \\\n    --hash=sha256:00\n")
+    wanted.engine.lock.write_text("torch==2.9.1\nrig-kernel==1.2.3 \\\n    --hash=sha256:00\n")
     install.check_version(wanted, Path("rig_kernel-1.2.3+cu130-cp310-abi3-linux_x86_64.whl"))
     with pytest.raises(RigctlError, match=r"is version 1.2.2, the release's lock has 1.2.3"):
         install.check_version(wanted, Path("rig_kernel-1.2.2-cp310-abi3-linux_x86_64.whl"))

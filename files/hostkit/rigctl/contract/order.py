@@ -75,11 +75,19 @@ class Order(Part):
     def read(cls, path: Path) -> Self:
         """Read one from a file. Raises ContractError when it cannot be read or is not an order of this kind."""
         try:
-            return cls.parse(json.loads(path.read_bytes()), str(path))
+            text = path.read_bytes()
         except OSError as error:
             raise ContractError(f"{path} cannot be read: {error.strerror}") from None
+        return cls.parse_text(text, str(path))
+
+    @classmethod
+    def parse_text(cls, text: str | bytes, where: str) -> Self:
+        """Validate a document in JSON. Raises ContractError."""
+        try:
+            document = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ContractError(f"{path}: not JSON ({error}): deploy again") from None
+            raise ContractError(f"{where}: not JSON ({error}): deploy again") from None
+        return cls.parse(document, where)
 
     def document(self) -> Document:
         """The order as JSON values, in the format of this version."""
@@ -88,6 +96,13 @@ class Order(Part):
     def text(self) -> str:
         """The order as it lies on a host."""
         return json.dumps(self.document(), indent=1, sort_keys=True) + "\n"
+
+
+def renamed(old: Document, words: Mapping[str, str]) -> Document:
+    """A document with other words for some of its keys. Raises ValueError where it has one of the new words already."""
+    if foreign := sorted(set(words.values()) & old.keys()):
+        raise ValueError(f"{', '.join(foreign)} is of a later format")
+    return {words.get(key, key): value for key, value in old.items()}
 
 
 def faults(error: ValidationError, model: type[BaseModel]) -> Iterable[str]:

@@ -15,10 +15,9 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from rigctl.contract.environment_build import EnvironmentBuild
 from rigctl.engines import drift, patches
 from rigctl.engines.installed import site_packages
 from rigctl.errors import RigctlError
@@ -31,46 +30,17 @@ BUILD_LOCK = ".lock"
 """Beside the environments of a release."""
 
 
-@dataclass(frozen=True)
-class Specification:
-    """What to build.
-
-    series: directory of the patches to apply. index: where packages come from that the default index lacks
-    ({"url", "packages"}). wheels: directory that has every wheel of the lock; no index is asked then.
-    """
-
-    path: Path
-    python: str
-    lock: Path
-    series: Path | None
-    cache: Path
-    index: dict[str, Any] | None
-    wheels: Path | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Specification:
-        """Raises RigctlError."""
-        try:
-            data = json.loads(text)
-            series = Path(data["series"]) if data["series"] else None
-            wheels = Path(data["wheels"]) if data.get("wheels") else None
-            path, lock, cache = Path(data["path"]), Path(data["lock"]), Path(data["cache"])
-            return cls(path, data["python"], lock, series, cache, data["index"], wheels)
-        except (ValueError, TypeError, KeyError) as error:
-            raise RigctlError(f"not the specification of an environment: {error!r}; the deploy writes it") from None
-
-
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("environment", help="build an engine environment from its lock")
     actions = parser.add_subparsers(dest="action", required=True)
     build_parser = actions.add_parser("build")
-    build_parser.add_argument("specification", help="JSON: path, python, lock, series, cache, index, wheels")
-    build_parser.set_defaults(run=lambda arguments: build(Specification.parse(arguments.specification)))
+    build_parser.add_argument("order", help="JSON, as the deploy writes it (rigctl/contract/environment_build.py)")
+    build_parser.set_defaults(run=lambda arguments: build(EnvironmentBuild.parse_text(arguments.order, "the order")))
 
 
-def build(specification: Specification) -> int:
+def build(order: EnvironmentBuild) -> int:
     """Build the environment. Raises RigctlError with the installer's own words when it cannot be built."""
-    path = specification.path
+    path = order.path
     path.parent.mkdir(parents=True, exist_ok=True)
     with (path.parent / BUILD_LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -82,10 +52,10 @@ def build(specification: Specification) -> int:
             shutil.rmtree(path)
         started = time.time()
         try:
-            _install(specification)
-            _patch(specification)
-            _prove(specification)
-            _stamp(specification, started)
+            _install(order)
+            _patch(order)
+            _prove(order)
+            _stamp(order, started)
         except BaseException as error:
             # Of no use to anyone, and on a full disk in everyone's way.
             shutil.rmtree(path, ignore_errors=True)
@@ -99,46 +69,44 @@ def build(specification: Specification) -> int:
     return 0
 
 
-def _install(specification: Specification) -> None:
+def _install(order: EnvironmentBuild) -> None:
     uv = str(Path(sys.executable).parent / "uv")
-    interpreter = str(specification.path / "bin" / "python")
-    print(f"making {specification.path}", flush=True)
+    interpreter = str(order.path / "bin" / "python")
+    print(f"making {order.path}", flush=True)
     _run(
-        [uv, "venv", "--quiet", "--python", f"/usr/bin/python{specification.python}", str(specification.path)],
-        specification,
+        [uv, "venv", "--quiet", "--python", f"/usr/bin/python{order.python}", str(order.path)],
+        order,
     )
     print(
-        f"installing {len(drift.read_lock(specification.lock.read_text()))} packages of {specification.lock.name}",
+        f"installing {len(drift.read_lock(order.lock.read_text()))} packages of {order.lock.name}",
         flush=True,
     )
     sync = [uv, "pip", "sync", "--python", interpreter, "--require-hashes", "--link-mode", "hardlink"]
-    sync += ["--compile-bytecode", "--no-build", *_index_options(specification), str(specification.lock)]
-    _run(sync, specification)
+    sync += ["--compile-bytecode", "--no-build", *_index_options(order), str(order.lock)]
+    _run(sync, order)
 
 
-def _patch(specification: Specification) -> None:
-    if specification.series is None:
+def _patch(order: EnvironmentBuild) -> None:
+    if order.patches is None:
         return
-    report, changed = patches.apply(site_packages(specification.path), specification.series)
-    print(f"patches of {specification.series}: {report.state}, {len(changed)} files changed", flush=True)
+    report, changed = patches.apply(site_packages(order.path), order.patches)
+    print(f"patches of {order.patches}: {report.state}, {len(changed)} files changed", flush=True)
 
 
-def _prove(specification: Specification) -> None:
+def _prove(order: EnvironmentBuild) -> None:
     """Every file as its wheel or our series says; the record is what later quick checks compare with."""
     print("proving every file", flush=True)
-    expected = drift.Expected(
-        site_packages(specification.path), specification.path / drift.STAMP, specification.lock, specification.series
-    )
+    expected = drift.Expected(site_packages(order.path), order.path / drift.STAMP, order.lock, order.patches)
     findings = [each for each in drift.record(expected) if each.severity == "drift"]
     if findings:
         named = "; ".join(f"{each.where}: {each.what}" for each in findings[:5])
-        raise RigctlError(f"{specification.path}: {len(findings)} files or packages are not what was locked: {named}")
+        raise RigctlError(f"{order.path}: {len(findings)} files or packages are not what was locked: {named}")
 
 
-def _run(command: list[str], specification: Specification) -> None:
+def _run(command: list[str], order: EnvironmentBuild) -> None:
     environment = {
         **os.environ,
-        "UV_CACHE_DIR": str(specification.cache),
+        "UV_CACHE_DIR": str(order.cache),
         "UV_NO_PROGRESS": "1",
         "UV_PYTHON_DOWNLOADS": "never",
     }
@@ -149,23 +117,23 @@ def _run(command: list[str], specification: Specification) -> None:
     if result.returncode != 0:
         print(result.stdout, file=sys.stderr)
         raise RigctlError(
-            f"{specification.path}: {command[1]} {command[2]} failed (above); it was not made and nothing uses it. "
+            f"{order.path}: {command[1]} {command[2]} failed (above); it was not made and nothing uses it. "
             "Mend the cause (network, index, disk, a wrong hash in the lock) and deploy again"
         )
 
 
-def _index_options(specification: Specification) -> list[str]:
+def _index_options(order: EnvironmentBuild) -> list[str]:
     """The extra index, unless a local wheel directory already holds what it is needed for; no index with all wheels."""
-    if specification.wheels is not None:
-        return ["--no-index", "--find-links", str(specification.wheels)]
-    index = specification.index
+    if order.wheels is not None:
+        return ["--no-index", "--find-links", str(order.wheels)]
+    index = order.index
     if index is None:
         return []
     wheels = [path.name for folder in _wheel_directories() for path in folder.glob("*.whl")]
-    needed = [wheel for package in index["packages"] if (wheel := _locked_wheel(specification.lock, package))]
+    needed = [wheel for package in index.packages if (wheel := _locked_wheel(order.lock, package))]
     if all(any(name.startswith(wheel) for name in wheels) for wheel in needed):
         return []
-    return ["--extra-index-url", index["url"], "--index-strategy", "unsafe-best-match"]
+    return ["--extra-index-url", index.url, "--index-strategy", "unsafe-best-match"]
 
 
 def _wheel_directories() -> list[Path]:
@@ -178,12 +146,12 @@ def _locked_wheel(lock: Path, package: str) -> str | None:
     return f"{package.replace('-', '_')}-{version}-" if version else None
 
 
-def _stamp(specification: Specification, started: float) -> None:
-    shutil.copyfile(specification.lock, specification.path / LOCK)
-    if specification.series is not None:
-        shutil.copytree(specification.series, specification.path / SERIES)
-    stamp = specification.path / STAMP
-    content = {"lock": specification.lock.name, "python": specification.python, "built": int(time.time())}
+def _stamp(order: EnvironmentBuild, started: float) -> None:
+    shutil.copyfile(order.lock, order.path / LOCK)
+    if order.patches is not None:
+        shutil.copytree(order.patches, order.path / SERIES)
+    stamp = order.path / STAMP
+    content = {"lock": order.lock.name, "python": order.python, "built": int(time.time())}
     content["seconds"] = round(time.time() - started)
     temporary = stamp.with_suffix(".new")
     temporary.write_text(json.dumps(content) + "\n")

@@ -1,6 +1,7 @@
 """`rigctl kernel`: CMake/scikit-build-core CUDA wheels, built for this host's GPUs, proved, and kept installed.
 
-What is built is a specification (spec.py) that the deploy writes; nothing here knows a kernel library by name.
+What is built is an order that the deploy writes (rigctl/contract/kernel_job.py); nothing here knows a kernel library
+by name.
 """
 
 from __future__ import annotations

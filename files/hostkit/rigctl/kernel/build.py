@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rigctl.contract.kernel_job import KernelJob
 from rigctl.errors import RigctlError
 from rigctl.kernel import cubins, memory, source, store, toolchain
 from rigctl.kernel.compile_job import STATE, State
-from rigctl.kernel.spec import Spec
 from rigctl.kernel.toolchain import Toolchain
 from rigctl.own_process import own_process
 
@@ -52,35 +52,35 @@ class Inputs:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def gather(spec: Spec, chain: Toolchain) -> Inputs:
+def gather(job: KernelJob, chain: Toolchain) -> Inputs:
     """The inputs as they are now. Reads every file once, later only what changed."""
-    memos = spec.root / "memos" / spec.name
-    patches = sorted(spec.patches.glob("*.patch")) if spec.patches else []
+    memos = job.root / "memos" / job.package
+    patches = sorted(job.patches.glob("*.patch")) if job.patches else []
     return Inputs(
         {
-            "name": spec.name,
-            "source": source.identity(spec, memos),
-            "subdirectory": spec.subdirectory,
+            "name": job.package,
+            "source": source.identity(job, memos),
+            "subdirectory": job.subdirectory,
             "patches": [store.sha256(path) for path in patches],
             "dependencies": {
-                name: source.tree_digest(_dependency(spec, name), memos / f"{name}.json")
-                for name in sorted(spec.dependencies)
+                name: source.tree_digest(_dependency(job, name), memos / f"{name}.json")
+                for name in sorted(job.dependencies)
             },
             "versions": dict(chain.versions),
-            "architectures": cubins.wanted(spec.architectures),
-            "defines": dict(spec.defines),
-            "variables": dict(spec.variables),
-            "drop_targets": list(spec.drop_targets),
+            "architectures": cubins.wanted(job.architectures),
+            "defines": dict(job.defines),
+            "variables": dict(job.environment),
+            "drop_targets": list(job.drop_targets),
             "technique": store.sha256(FORCE),
         }
     )
 
 
-def _dependency(spec: Spec, name: str) -> Path:
-    path = spec.dependencies[name].path
+def _dependency(job: KernelJob, name: str) -> Path:
+    path = job.dependencies[name].path
     if not path.is_dir():
         raise RigctlError(
-            f"{path}: not there; it is dependency {name} of {spec.name}: put its source there, or leave the "
+            f"{path}: not there; it is dependency {name} of {job.package}: put its source there, or leave the "
             "dependency out of the release's kernel, and CMake fetches it"
         )
     return path
@@ -102,13 +102,13 @@ class Outcome:
 class Build:
     """One wheel's work directory and how it is filled."""
 
-    def __init__(self, spec: Spec, chain: Toolchain, inputs: Inputs) -> None:
-        self.spec, self.chain, self.inputs = spec, chain, inputs
-        self.work = spec.root / "work" / spec.name / inputs.digest
+    def __init__(self, job: KernelJob, chain: Toolchain, inputs: Inputs) -> None:
+        self.job, self.chain, self.inputs = job, chain, inputs
+        self.work = job.root / "work" / job.package / inputs.digest
         self.source, self.build, self.out = (self.work / name for name in ("source", "build", "out"))
         self.log = self.work / "build.log"
         self.state = State(self.work / "state")
-        self.peaks = spec.root / "memos" / spec.name / "peaks.json"
+        self.peaks = job.root / "memos" / job.package / "peaks.json"
 
     def run(self, jobs: int) -> store.Stored:
         """Build, prove and store. Raises RigctlError; what was built so far stays for the next try."""
@@ -122,12 +122,12 @@ class Build:
     def _run(self, jobs: int) -> store.Stored:
         started = time.time()
         self._room()
-        source.take(self.spec, self.source, str(self.inputs.values["source"]))
-        if self.spec.patches is not None:
-            source.apply_patches(self.spec.patches, self.source)
+        source.take(self.job, self.source, str(self.inputs.values["source"]))
+        if self.job.patches is not None:
+            source.apply_patches(self.job.patches, self.source)
         found = len(whole_objects(self.build))
         if found:
-            print(f"{self.spec.name}: going on with {found} objects of an earlier build", flush=True)
+            print(f"{self.job.package}: going on with {found} objects of an earlier build", flush=True)
         outcome, attempts = self._compile(jobs), 1
         if outcome.code and outcome.killed:
             fewer = max(1, jobs // 2)
@@ -137,13 +137,11 @@ class Build:
             self._fail(outcome)
         wheel = self._wheel()
         held = self.prove(wheel)
-        if source.changed_since(
-            self.spec, str(self.inputs.values["source"]), self.spec.root / "memos" / self.spec.name
-        ):
-            path = self.spec.source.path if self.spec.source else None
-            raise RigctlError(f"{path} was edited while it was built; nothing was installed, deploy again")
+        then, memos = str(self.inputs.values["source"]), self.job.root / "memos" / self.job.package
+        if edited := source.edited_since(self.job, then, memos):
+            raise RigctlError(f"{edited} was edited while it was built; nothing was installed, deploy again")
         receipt = {
-            "name": self.spec.name,
+            "name": self.job.package,
             "inputs": self.inputs.values,
             "cubins": held,
             "seconds": round(time.time() - started, 1),
@@ -158,7 +156,7 @@ class Build:
             "host": socket.gethostname(),
             "at": int(time.time()),
         }
-        stored = store.put(self.spec, self.inputs.digest, wheel, receipt)
+        stored = store.put(self.job, self.inputs.digest, wheel, receipt)
         shutil.rmtree(self.work, ignore_errors=True)
         return stored
 
@@ -166,7 +164,7 @@ class Build:
         """What its libraries hold. Raises RigctlError unless all of it is for the wanted architectures."""
         held = cubins.of_wheel(wheel, self.chain.cuobjdump)
         wanted = self.inputs.values["architectures"]
-        if reasons := list(cubins.objections(held, wanted, self.spec.libraries, only=True)):
+        if reasons := list(cubins.objections(held, wanted, self.job.libraries, only=True)):
             raise RigctlError(
                 f"{wheel.name} is not for {', '.join(wanted)} alone and is not installed: {'; '.join(reasons)}"
             )
@@ -175,8 +173,8 @@ class Build:
     def _room(self) -> None:
         self.work.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.work).free // memory.MIB
-        if free < self.spec.minimum_disk:
-            raise RigctlError(f"{self.work}: {free} MiB free, a build takes {self.spec.minimum_disk}: make room")
+        if free < self.job.minimum_disk_mib:
+            raise RigctlError(f"{self.work}: {free} MiB free, a build takes {self.job.minimum_disk_mib}: make room")
 
     def _wheel(self) -> Path:
         wheels = list(self.out.glob("*.whl"))
@@ -188,16 +186,16 @@ class Build:
         architectures = ";".join(f"{each}-real" for each in self.inputs.values["architectures"])
         launcher = shutil.which("ccache") or str(self._launcher())
         defines = {
-            **self.spec.defines,
+            **self.job.defines,
             "CMAKE_PROJECT_INCLUDE": str(FORCE),
             "KIMI_RIG_ARCHITECTURES": architectures,
-            "KIMI_RIG_DROP": ";".join(self.spec.drop_targets),
+            "KIMI_RIG_DROP": ";".join(self.job.drop_targets),
             "CMAKE_CUDA_COMPILER_LAUNCHER": launcher,
             "CMAKE_CXX_COMPILER_LAUNCHER": launcher,
             "CMAKE_C_COMPILER_LAUNCHER": launcher,
         }
-        for name, dependency in self.spec.dependencies.items():
-            path = _dependency(self.spec, name)
+        for name, dependency in self.job.dependencies.items():
+            path = _dependency(self.job, name)
             if dependency.private:
                 path = self.work / "dependencies" / name
                 if not path.exists():
@@ -206,7 +204,7 @@ class Build:
         command = [str(self.chain.tools / "bin" / "python"), "-m", "build", "--wheel", "--no-isolation"]
         command += ["--skip-dependency-check", f"--outdir={self.out}", f"--config-setting=build-dir={self.build}"]
         command += [f"--config-setting=cmake.define.{name}={value}" for name, value in defines.items()]
-        return [*command, str(self.source / self.spec.subdirectory)]
+        return [*command, str(self.source / self.job.subdirectory)]
 
     def _launcher(self) -> Path:
         """A program of one name, which ccache and CMake take; runs compile_job."""
@@ -219,12 +217,12 @@ class Build:
         versions = json.dumps(self.inputs.values["versions"], sort_keys=True)
         return toolchain.build_environment(
             self.chain,
-            self.spec,
+            self.job,
             jobs,
             {
                 STATE: str(self.state.root),
                 "TMPDIR": str(self.work / "tmp"),
-                "CCACHE_DIR": str(self.spec.root / "ccache"),
+                "CCACHE_DIR": str(self.job.root / "ccache"),
                 "CCACHE_MAXSIZE": CCACHE_SIZE,
                 "CCACHE_PREFIX": str(self._launcher()),
                 # Another work directory is no other input; the compilers are known by their versions.
@@ -240,12 +238,12 @@ class Build:
         (self.work / "tmp").mkdir()
         shutil.rmtree(self.state.jobs, ignore_errors=True)
         self.state.jobs.mkdir()
-        needs = {**self.spec.memory, **_merge_peaks(self._known_peaks(), self.spec.memory)}
+        needs = {**self.job.memory_mib, **_merge_peaks(self._known_peaks(), self.job.memory_mib)}
         (self.state.root / "needs.json").write_text(json.dumps(needs))
         before = _lines(self.state.log)
         killed_before = memory.killed()
         print(
-            f"{self.spec.name}: building with {jobs} jobs, {memory.available()} MiB free; log: {self.log}", flush=True
+            f"{self.job.package}: building with {jobs} jobs, {memory.available()} MiB free; log: {self.log}", flush=True
         )
         outcome = self._follow(jobs)
         outcome.compiled = _lines(self.state.log)[len(before) :]
@@ -321,11 +319,12 @@ class Build:
 
     def _no_space(self) -> NoReturn:
         raise RigctlError(
-            f"{self.spec.name}: no space left on the disk of {self.work}: make room and deploy again, the build goes on"
+            f"{self.job.package}: no space left on the disk of {self.work}: make room and deploy again, the build goes "
+            "on"
         )
 
     def _fail(self, outcome: Outcome) -> NoReturn:
-        name, log = self.spec.name, self.log
+        name, log = self.job.package, self.log
         if outcome.killed:
             took = max((each["peak"] for each in outcome.compiled if each["killed"]), default=0)
             raise RigctlError(
@@ -349,10 +348,10 @@ def whole_objects(folder: Path) -> set[str]:
     return {name for name in named if (folder / name).exists()}
 
 
-def jobs_for(spec: Spec, cores: int, free: int, *, serving: bool) -> int:
+def jobs_for(job: KernelJob, cores: int, free: int, *, serving: bool) -> int:
     """How many compilers at once: by free memory (MiB) and cores; a quarter of the cores beside a serving engine."""
     usable = max(1, cores // SHARE_OF_CORES) if serving else cores
-    return max(1, min(spec.jobs or usable, usable, free // JOB_MIB))
+    return max(1, min(job.jobs or usable, usable, free // JOB_MIB))
 
 
 def progress(done: int, total: int, seconds: float, step: str) -> str:

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rigctl.contract import layout
+from rigctl.contract.kernel_job import KernelJob
 from rigctl.engines.installed import distributions, normalised, site_packages
 from rigctl.errors import RigctlError
 from rigctl.kernel import build, cubins, install, memory, store, toolchain
-from rigctl.kernel import spec as specs
-from rigctl.kernel.spec import Spec
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,7 +29,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ("receipt", receipt, "from what the installed wheel was built"),
     ):
         action = actions.add_parser(name, help=text)
-        action.add_argument("release", help="name of a release with a kernel, or path of a specification")
+        action.add_argument("release", help="name of a release with a kernel, or path of an order")
         action.add_argument("--json", action="store_true")
         action.set_defaults(run=run)
     prove = actions.add_parser("prove", help="which GPUs the code in a wheel or environment is for")
@@ -41,23 +41,33 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     prove.set_defaults(run=prove_path)
 
 
+def read_job(release: str) -> KernelJob:
+    """The order for a release, by its name or by the path of its file. Raises RigctlError."""
+    folder = Path(layout.KERNELS)
+    path = Path(release) if "/" in release else folder / f"{release}.json"
+    if not path.exists():
+        known = ", ".join(sorted(each.stem for each in folder.glob("*.json"))) or "none"
+        raise RigctlError(f"{path}: no such file (releases with a kernel on this host: {known})")
+    return KernelJob.read(path)
+
+
 # What is there
 
 
-def examine(spec: Spec) -> dict[str, Any]:
+def examine(job: KernelJob) -> dict[str, Any]:
     """State of a kernel: "installed", "wheel" (the stock one, proved), or what is to be done, in "state" and "why"."""
-    site = site_packages(spec.environment)
-    there = {each.name: each.version for each in distributions(site)}.get(normalised(spec.package))
-    known = install.record(spec)
-    answer: dict[str, Any] = {"package": spec.package, "version": there, "mode": spec.mode}
-    if not toolchain.ready(spec):
+    site = site_packages(job.engine.path)
+    there = {each.name: each.version for each in distributions(site)}.get(normalised(job.package))
+    known = install.record(job)
+    answer: dict[str, Any] = {"package": job.package, "version": there, "mode": job.mode}
+    if not toolchain.ready(job):
         return answer | {"state": "missing", "why": "there is no toolchain yet"}
-    if spec.mode == "wheel":
-        return answer | _examine_stock(spec, known)
-    chain = toolchain.examine(spec)
-    digest = build.gather(spec, chain).digest
+    if job.mode == "wheel":
+        return answer | _examine_stock(job, known)
+    chain = toolchain.examine(job)
+    digest = build.gather(job, chain).digest
     answer["digest"] = digest
-    stored = store.find(spec, digest)
+    stored = store.find(job, digest)
     if stored is None:
         ours = (
             f"the installed one was made from other inputs ({known['digest']})"
@@ -69,36 +79,36 @@ def examine(spec: Spec) -> dict[str, Any]:
     if wrong is None and known.get("digest") == digest:
         return answer | {"state": "installed", "why": ""}
     if known.get("digest") == digest:
-        return answer | {"state": "replaced", "why": f"something put another {spec.package} over ours: {wrong}"}
+        return answer | {"state": "replaced", "why": f"something put another {job.package} over ours: {wrong}"}
     return answer | {"state": "built", "why": "built, not installed"}
 
 
-def _examine_stock(spec: Spec, known: dict[str, Any]) -> dict[str, Any]:
+def _examine_stock(job: KernelJob, known: dict[str, Any]) -> dict[str, Any]:
     if known.get("mode") != "wheel":
         return {
             "state": "missing",
             "why": "the lock's wheel is not proved" if not known else "another wheel is installed",
         }
-    if known["architectures"] != cubins.wanted(spec.architectures) or known["record"] != _stock_record(spec):
+    if known["architectures"] != cubins.wanted(job.architectures) or known["record"] != _stock_record(job):
         return {"state": "missing", "why": "the proof is of another wheel or GPU"}
     return {"state": "wheel", "why": ""}
 
 
-def _stock_record(spec: Spec) -> str:
+def _stock_record(job: KernelJob) -> str:
     """Digest of the installed package's RECORD; "" where it is not installed."""
-    for each in distributions(site_packages(spec.environment)):
-        if each.name == normalised(spec.package):
+    for each in distributions(site_packages(job.engine.path)):
+        if each.name == normalised(job.package):
             return store.sha256(each.dist_info / "RECORD")
     return ""
 
 
 def status(arguments: argparse.Namespace) -> int:
     """Exit code 0 when the kernel is what it should be, else 1."""
-    spec = specs.read(arguments.release)
+    job = read_job(arguments.release)
     try:
-        found = examine(spec)
+        found = examine(job)
     except RigctlError as error:
-        found = {"package": spec.package, "mode": spec.mode, "state": "wrong", "why": str(error)}
+        found = {"package": job.package, "mode": job.mode, "state": "wrong", "why": str(error)}
     if arguments.json:
         print(json.dumps(found))
     else:
@@ -111,63 +121,63 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _alone(spec: Spec) -> Iterator[None]:
+def _alone(job: KernelJob) -> Iterator[None]:
     """One build of a kernel at a time on a host."""
-    spec.root.mkdir(parents=True, exist_ok=True)
-    with (spec.root / f".{spec.name}.lock").open("w") as lock:
+    job.root.mkdir(parents=True, exist_ok=True)
+    with (job.root / f".{job.package}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"another build of {spec.name} is at work: waiting for it", flush=True)
+            print(f"another build of {job.package} is at work: waiting for it", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def ensure(arguments: argparse.Namespace) -> int:
     """Do what `examine` finds missing; nothing when nothing is."""
-    spec = specs.read(arguments.release)
-    with _alone(spec):
-        toolchain.provide(spec)
-        if spec.mode == "wheel":
-            return _ensure_stock(spec)
-        chain = toolchain.examine(spec)
-        inputs = build.gather(spec, chain)
-        stored = store.find(spec, inputs.digest) or _fetched(spec, chain, inputs) or _built(spec, chain, inputs)
+    job = read_job(arguments.release)
+    with _alone(job):
+        toolchain.provide(job)
+        if job.mode == "wheel":
+            return _ensure_stock(job)
+        chain = toolchain.examine(job)
+        inputs = build.gather(job, chain)
+        stored = store.find(job, inputs.digest) or _fetched(job, chain, inputs) or _built(job, chain, inputs)
         if (
-            install.differs(stored.wheel, site_packages(spec.environment))
-            or install.record(spec).get("digest") != inputs.digest
+            install.differs(stored.wheel, site_packages(job.engine.path))
+            or install.record(job).get("digest") != inputs.digest
         ):
-            install.install(spec, stored.wheel, inputs.digest)
-        print(f"{spec.package} is what it should be ({inputs.digest})")
+            install.install(job, stored.wheel, inputs.digest)
+        print(f"{job.package} is what it should be ({inputs.digest})")
     return 0
 
 
-def _fetched(spec: Spec, chain: toolchain.Toolchain, inputs: build.Inputs) -> store.Stored | None:
-    found = store.fetch(spec, inputs.digest)
+def _fetched(job: KernelJob, chain: toolchain.Toolchain, inputs: build.Inputs) -> store.Stored | None:
+    found = store.fetch(job, inputs.digest)
     if found is None:
         return None
     # What another host calls proved is proved again.
-    build.Build(spec, chain, inputs).prove(found.wheel)
-    print(f"{found.wheel.name} was built by {found.receipt.get('host')}, fetched from {spec.shared}", flush=True)
-    return store.put(spec, inputs.digest, found.wheel, {**found.receipt, "fetched_from": spec.shared})
+    build.Build(job, chain, inputs).prove(found.wheel)
+    print(f"{found.wheel.name} was built by {found.receipt.get('host')}, fetched from {job.kernel_store}", flush=True)
+    return store.put(job, inputs.digest, found.wheel, {**found.receipt, "fetched_from": job.kernel_store})
 
 
-def _built(spec: Spec, chain: toolchain.Toolchain, inputs: build.Inputs) -> store.Stored:
+def _built(job: KernelJob, chain: toolchain.Toolchain, inputs: build.Inputs) -> store.Stored:
     serving = serving_units()
-    if serving and spec.while_serving == "refuse":
+    if serving and job.while_serving == "refuse":
         raise RigctlError(
             f"{', '.join(serving)} serves: a build would slow it down; stop it, or set while_serving: share in the "
             "release's kernel"
         )
-    jobs = build.jobs_for(spec, build.cores(), memory.available(), serving=bool(serving))
-    stored = build.Build(spec, chain, inputs).run(jobs)
+    jobs = build.jobs_for(job, build.cores(), memory.available(), serving=bool(serving))
+    stored = build.Build(job, chain, inputs).run(jobs)
     receipt = stored.receipt
     print(
         f"{stored.wheel.name}: built in {receipt['seconds']:.0f} s, {receipt['compiled']} files compiled, "
         f"{stored.wheel.stat().st_size / 1e6:.1f} MB, peak {receipt['peak_mib']} MiB",
         flush=True,
     )
-    store.publish(spec, stored)
+    store.publish(job, stored)
     return stored
 
 
@@ -184,58 +194,56 @@ def serving_units() -> list[str]:
     ]
 
 
-def _ensure_stock(spec: Spec) -> int:
-    known = install.record(spec)
+def _ensure_stock(job: KernelJob) -> int:
+    known = install.record(job)
     if known.get("mode") == "source":
-        install.restore(spec)
-    wanted = cubins.wanted(spec.architectures)
-    site = site_packages(spec.environment)
-    found = [each for each in distributions(site) if each.name == normalised(spec.package)]
+        install.restore(job)
+    wanted = cubins.wanted(job.architectures)
+    site = site_packages(job.engine.path)
+    found = [each for each in distributions(site) if each.name == normalised(job.package)]
     if not found:
         raise RigctlError(
-            f"{spec.environment}: no {spec.package} in it, and the kernel's mode is wheel: correct the package"
+            f"{job.engine.path}: no {job.package} in it, and the kernel's mode is wheel: correct the package"
         )
     paths = [entry.path for entry in found[0].record()]
-    held = cubins.of_tree(site, toolchain.cuda_root(spec) / "bin" / "cuobjdump", paths)
-    if reasons := list(cubins.objections(held, wanted, spec.libraries, only=False)):
+    held = cubins.of_tree(site, toolchain.cuda_root(job) / "bin" / "cuobjdump", paths)
+    if reasons := list(cubins.objections(held, wanted, job.libraries, only=False)):
         raise RigctlError(
-            f"the stock {spec.package} {found[0].version} is not for this host's GPU ({', '.join(wanted)}): "
+            f"the stock {job.package} {found[0].version} is not for this host's GPU ({', '.join(wanted)}): "
             f"{'; '.join(reasons)}; set the kernel's mode to source"
         )
     install.write_record(
-        spec,
+        job,
         mode="wheel",
         package=found[0].name,
         version=found[0].version,
         architectures=wanted,
-        record=_stock_record(spec),
+        record=_stock_record(job),
         cubins=held,
     )
-    print(f"{spec.package} {found[0].version} of the lock holds code for {', '.join(wanted)}")
+    print(f"{job.package} {found[0].version} of the lock holds code for {', '.join(wanted)}")
     return 0
 
 
 def stock(arguments: argparse.Namespace) -> int:
     """Back to the lock's wheel, in one step. The next deploy does what the release's data says."""
-    spec = specs.read(arguments.release)
-    with _alone(spec):
-        install.restore(spec)
+    job = read_job(arguments.release)
+    with _alone(job):
+        install.restore(job)
     print("to keep it, set the kernel's mode to wheel: the next deploy does what the data says")
     return 0
 
 
 def receipt(arguments: argparse.Namespace) -> int:
     """Print the receipt of what is installed."""
-    spec = specs.read(arguments.release)
-    known = install.record(spec)
+    job = read_job(arguments.release)
+    known = install.record(job)
     if known.get("mode") == "wheel":
         print(json.dumps(known, indent=2))
         return 0
-    stored = store.find(spec, str(known.get("digest"))) if known else None
+    stored = store.find(job, str(known.get("digest"))) if known else None
     if stored is None:
-        raise RigctlError(
-            f"{spec.environment}: no {spec.package} of ours is installed; `rigctl kernel status` says more"
-        )
+        raise RigctlError(f"{job.engine.path}: no {job.package} of ours is installed; `rigctl kernel status` says more")
     print(json.dumps(stored.receipt, indent=2))
     return 0
 

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from rigctl.errors import RigctlError
-from rigctl.supervisor.activity import nvidia_smi
+from rigctl.nvidia_smi import nvidia_smi
 
 ELF = re.compile(r"^ELF file\s+\d+:.*?\.(sm_\d+[a-z]?)\.cubin$", re.MULTILINE)
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rigctl.contract.kernel_job import KernelJob
 from rigctl.engines import drift
 from rigctl.engines.installed import distributions, interpreter, normalised, site_packages
 from rigctl.errors import RigctlError
 from rigctl.kernel import toolchain
-from rigctl.kernel.spec import Spec
 
 RECORD = drift.KERNEL_RECORD
 PROC = Path("/proc")
@@ -73,20 +73,20 @@ def differs(wheel: Path, site: Path) -> str | None:
     return None
 
 
-def record(spec: Spec) -> dict[str, Any]:
+def record(job: KernelJob) -> dict[str, Any]:
     """What we last put in: {"digest", "package", "version"}; empty where we did not."""
     try:
-        found: dict[str, Any] = json.loads((spec.environment / RECORD).read_text())
+        found: dict[str, Any] = json.loads((job.engine.path / RECORD).read_text())
     except (OSError, ValueError):
         return {}
     return found
 
 
-def write_record(spec: Spec, **what: Any) -> None:
+def write_record(job: KernelJob, **what: Any) -> None:
     """Written last: what it says is there is whole."""
-    scratch = spec.environment / f"{RECORD}.new"
+    scratch = job.engine.path / f"{RECORD}.new"
     scratch.write_text(json.dumps(what, indent=2) + "\n")
-    scratch.replace(spec.environment / RECORD)
+    scratch.replace(job.engine.path / RECORD)
 
 
 def users(environment: Path, proc: Path = PROC) -> list[int]:
@@ -103,21 +103,21 @@ def users(environment: Path, proc: Path = PROC) -> list[int]:
     return sorted(found)
 
 
-def check_free(spec: Spec) -> None:
+def check_free(job: KernelJob) -> None:
     """Raises RigctlError while an engine runs from the environment."""
-    if pids := users(spec.environment):
+    if pids := users(job.engine.path):
         raise RigctlError(
-            f"{spec.environment} is in use (process {', '.join(map(str, pids[:5]))}): stop the engine, then deploy "
-            f"again to install its {spec.package}"
+            f"{job.engine.path} is in use (process {', '.join(map(str, pids[:5]))}): stop the engine, then deploy "
+            f"again to install its {job.package}"
         )
 
 
-def check_version(spec: Spec, wheel: Path) -> None:
+def check_version(job: KernelJob, wheel: Path) -> None:
     """Raises RigctlError for a wheel that the engine's own version check would refuse."""
     name, version = wheel_name(wheel)
-    if name != normalised(spec.package):
-        raise RigctlError(f"{wheel.name} is {name}, not {spec.package}: correct the kernel's package or source")
-    locked = drift.read_lock(spec.lock.read_text()).get(name)
+    if name != normalised(job.package):
+        raise RigctlError(f"{wheel.name} is {name}, not {job.package}: correct the kernel's package or source")
+    locked = drift.read_lock(job.engine.lock.read_text()).get(name)
     if locked is not None and _public(version) != _public(locked):
         raise RigctlError(
             f"{wheel.name} is version {version}, the release's lock has {locked}, which the engine checks for: "
@@ -129,7 +129,7 @@ def _public(version: str) -> str:
     return version.partition("+")[0]
 
 
-def try_import(spec: Spec, wheel: Path) -> None:
+def try_import(job: KernelJob, wheel: Path) -> None:
     """Import the module from the wheel, with the engine's torch, before anything is installed. Raises RigctlError."""
     with tempfile.TemporaryDirectory(dir=wheel.parent) as folder, zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
@@ -143,7 +143,7 @@ def try_import(spec: Spec, wheel: Path) -> None:
             toolchain.compile_library(text, stub / "libcuda.so.1", "libcuda.so.1")
             environment["LD_LIBRARY_PATH"] = str(stub)
         done = subprocess.run(
-            [interpreter(spec.environment), "-c", f"import torch, {spec.module}"],
+            [interpreter(job.engine.path), "-c", f"import torch, {job.module}"],
             env=environment,
             cwd=folder,
             capture_output=True,
@@ -167,47 +167,47 @@ def driver_functions(library: Path) -> Iterator[str]:
     yield from re.findall(r"\bU (cu[A-Z]\w*)", done.stdout)
 
 
-def install(spec: Spec, wheel: Path, digest: str) -> None:
+def install(job: KernelJob, wheel: Path, digest: str) -> None:
     """Put the wheel in, no other package touched; the record of it is written last. Raises RigctlError."""
-    check_version(spec, wheel)
-    check_free(spec)
-    try_import(spec, wheel)
+    check_version(job, wheel)
+    check_free(job)
+    try_import(job, wheel)
     name, version = wheel_name(wheel)
     known = {"package": name, "version": version, "mode": "source", "parts": name_parts(wheel)}
     # Killed from here on, it is unfinished, and known to be the kernel library's.
-    write_record(spec, digest=None, **known)
-    before = _others(spec)
+    write_record(job, digest=None, **known)
+    before = _others(job)
     # Without uv's cache: its copy is a hard link of what is installed, and whoever edited that edited both.
-    options = ["--no-deps", "--offline", "--no-index", "--no-cache", f"--reinstall-package={spec.package}"]
-    _uv(spec, "install", *options, str(wheel))
-    site = site_packages(spec.environment)
+    options = ["--no-deps", "--offline", "--no-index", "--no-cache", f"--reinstall-package={job.package}"]
+    _uv(job, "install", *options, str(wheel))
+    site = site_packages(job.engine.path)
     if (what := differs(wheel, site)) is not None:
-        raise RigctlError(f"{spec.environment}: {spec.package} is not as its wheel after the installation: {what}")
-    if (after := _others(spec)) != before:
-        raise RigctlError(f"{spec.environment}: other packages changed: {sorted(before ^ after)}")
-    _prove(spec, {name: version})
-    write_record(spec, digest=digest, **known)
-    print(f"{wheel.name} is installed in {spec.environment}", flush=True)
+        raise RigctlError(f"{job.engine.path}: {job.package} is not as its wheel after the installation: {what}")
+    if (after := _others(job)) != before:
+        raise RigctlError(f"{job.engine.path}: other packages changed: {sorted(before ^ after)}")
+    _prove(job, {name: version})
+    write_record(job, digest=digest, **known)
+    print(f"{wheel.name} is installed in {job.engine.path}", flush=True)
 
 
-def restore(spec: Spec) -> None:
+def restore(job: KernelJob) -> None:
     """The stock wheel of the release's lock, or nothing where the lock has none. Raises RigctlError."""
-    check_free(spec)
-    entry = lock_entry(spec.lock.read_text(), normalised(spec.package))
-    if known := record(spec):
-        write_record(spec, **{**known, "digest": None})
+    check_free(job)
+    entry = lock_entry(job.engine.lock.read_text(), normalised(job.package))
+    if known := record(job):
+        write_record(job, **{**known, "digest": None})
     if entry is None:
-        if any(each.name == normalised(spec.package) for each in distributions(site_packages(spec.environment))):
-            _uv(spec, "uninstall", spec.package)
+        if any(each.name == normalised(job.package) for each in distributions(site_packages(job.engine.path))):
+            _uv(job, "uninstall", job.package)
     else:
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirement:
             requirement.write(entry)
             requirement.flush()
-            options = ["--no-deps", "--require-hashes", f"--reinstall-package={spec.package}"]
-            _uv(spec, "install", *options, "--requirements", requirement.name)
-    (spec.environment / RECORD).unlink(missing_ok=True)
-    _prove(spec, {})
-    print(f"{spec.environment}: {spec.package} is the lock's" if entry else f"{spec.package} is removed", flush=True)
+            options = ["--no-deps", "--require-hashes", f"--reinstall-package={job.package}"]
+            _uv(job, "install", *options, "--requirements", requirement.name)
+    (job.engine.path / RECORD).unlink(missing_ok=True)
+    _prove(job, {})
+    print(f"{job.engine.path}: {job.package} is the lock's" if entry else f"{job.package} is removed", flush=True)
 
 
 def lock_entry(lock: str, package: str) -> str | None:
@@ -216,22 +216,26 @@ def lock_entry(lock: str, package: str) -> str | None:
     return f"{found[0]}\n" if found else None
 
 
-def _prove(spec: Spec, kernel: dict[str, str]) -> None:
+def _prove(job: KernelJob, kernel: dict[str, str]) -> None:
     """Bring the notes of `rigctl drift` up to date: every file is as some wheel or our series says."""
     expected = drift.Expected(
-        site_packages(spec.environment), spec.environment / drift.STAMP, spec.lock, spec.series, kernel=kernel
+        site_packages(job.engine.path),
+        job.engine.path / drift.STAMP,
+        job.engine.lock,
+        job.engine.patches,
+        kernel=kernel,
     )
     if findings := [each for each in drift.record(expected) if each.severity == "drift"]:
         named = "; ".join(f"{each.where}: {each.what}" for each in findings[:5])
-        raise RigctlError(f"{spec.environment}: {len(findings)} files or packages are not as they should be: {named}")
+        raise RigctlError(f"{job.engine.path}: {len(findings)} files or packages are not as they should be: {named}")
 
 
-def _others(spec: Spec) -> set[tuple[str, str]]:
-    site = site_packages(spec.environment)
-    return {(each.name, each.version) for each in distributions(site) if each.name != normalised(spec.package)}
+def _others(job: KernelJob) -> set[tuple[str, str]]:
+    site = site_packages(job.engine.path)
+    return {(each.name, each.version) for each in distributions(site) if each.name != normalised(job.package)}
 
 
-def _uv(spec: Spec, action: str, *arguments: str) -> None:
+def _uv(job: KernelJob, action: str, *arguments: str) -> None:
     uv = Path(sys.executable).parent / "uv"
     command = [
         str(uv) if uv.exists() else "uv",
@@ -239,13 +243,13 @@ def _uv(spec: Spec, action: str, *arguments: str) -> None:
         action,
         "--quiet",
         "--python",
-        str(interpreter(spec.environment)),
+        str(interpreter(job.engine.path)),
     ]
     if action == "install":
         command += ["--compile-bytecode", "--no-build", "--link-mode=hardlink"]
-    cache = {"UV_CACHE_DIR": str(spec.root.parent / ".cache"), "UV_NO_PROGRESS": "1", "UV_PYTHON_DOWNLOADS": "never"}
+    cache = {"UV_CACHE_DIR": str(job.root.parent / ".cache"), "UV_NO_PROGRESS": "1", "UV_PYTHON_DOWNLOADS": "never"}
     done = subprocess.run(
         [*command, *arguments], env={**os.environ, **cache}, capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
-        raise RigctlError(f"{spec.environment}: uv pip {action} {spec.package} failed: {done.stderr.strip()}")
+        raise RigctlError(f"{job.engine.path}: uv pip {action} {job.package} failed: {done.stderr.strip()}")

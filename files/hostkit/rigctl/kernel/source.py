@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rigctl.contract.kernel_job import GitSource, KernelJob, SourceDirectory
 from rigctl.errors import RigctlError
-from rigctl.kernel.spec import Source, Spec
 
 # What version control and tools leave in a tree; no compiler reads it.
 IGNORED = {".git", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
-SHA = re.compile(r"[0-9a-f]{40}")
 
 
 def files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
@@ -89,31 +87,29 @@ def copy(origin: Path, target: Path) -> None:
     scratch.rename(target)
 
 
-def identity(spec: Spec, memos: Path) -> str:
+def identity(job: KernelJob, memos: Path) -> str:
     """What names the source: the commit, or the tree's digest."""
-    source = _source(spec)
-    if source.kind == "git":
-        if not SHA.fullmatch(source.commit or ""):
-            raise RigctlError(f"{spec.name}: {source.commit!r} is no full commit (40 hexadecimal digits)")
+    source = _source(job)
+    if isinstance(source, GitSource):
         return f"git:{source.commit}"
-    path = source.path or Path()
-    if not (path / spec.subdirectory / "pyproject.toml").is_file():
+    path = source.path
+    if not (path / job.subdirectory / "pyproject.toml").is_file():
         raise RigctlError(
-            f"{path / spec.subdirectory}: no pyproject.toml there: put the source of {spec.name} at {path}, or correct "
-            "the kernel's source and subdirectory"
+            f"{path / job.subdirectory}: no pyproject.toml there: put the source of {job.package} at {path}, or "
+            "correct the kernel's source and subdirectory"
         )
     return f"tree:{tree_digest(path, memos / 'source.json')}"
 
 
-def take(spec: Spec, target: Path, wanted: str) -> None:
+def take(job: KernelJob, target: Path, wanted: str) -> None:
     """A private copy of the source at `target`. wanted: its `identity`. Raises RigctlError when it became another."""
     if target.exists():
         return
-    source = _source(spec)
-    if source.kind == "git":
+    source = _source(job)
+    if isinstance(source, GitSource):
         _checkout(source, target)
         return
-    copy(source.path or Path(), target)
+    copy(source.path, target)
     if (found := f"tree:{tree_digest(target)}") != wanted:
         shutil.rmtree(target)
         raise RigctlError(
@@ -121,27 +117,30 @@ def take(spec: Spec, target: Path, wanted: str) -> None:
         )
 
 
-def changed_since(spec: Spec, identity_then: str, memos: Path) -> bool:
-    """Whether the operator's tree is another than the one that was built."""
-    return _source(spec).kind == "directory" and identity(spec, memos) != identity_then
+def edited_since(job: KernelJob, identity_then: str, memos: Path) -> Path | None:
+    """The operator's tree, when it is another than the one that was built."""
+    source = _source(job)
+    if isinstance(source, GitSource) or identity(job, memos) == identity_then:
+        return None
+    return source.path
 
 
-def _source(spec: Spec) -> Source:
-    if spec.source is None:
-        raise RigctlError(f"{spec.name}: no source")
-    return spec.source
+def _source(job: KernelJob) -> GitSource | SourceDirectory:
+    if job.source is None:
+        raise RigctlError(f"{job.package}: no source")
+    return job.source
 
 
 # git: a server gives a commit by its sha to a shallow fetch; a bundle or an old server gives whole references only.
 
 
-def _checkout(source: Source, target: Path) -> None:
+def _checkout(source: GitSource, target: Path) -> None:
     scratch = target.with_name(f".{target.name}.half")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     _git(scratch, "init", "--quiet")
     places = [place for place in (source.mirror, source.url) if place]
-    said = [_fetch(scratch, place, str(source.commit)) for place in places]
+    said = [_fetch(scratch, place, source.commit) for place in places]
     if None not in said:
         shutil.rmtree(scratch)
         reasons = "; ".join(f"{place}: {why}" for place, why in zip(places, said, strict=True))
@@ -149,9 +148,9 @@ def _checkout(source: Source, target: Path) -> None:
             f"commit {source.commit} was not to be had ({reasons}): correct the kernel's commit or url, or name a "
             "mirror or a bundle file on the host"
         )
-    _git(scratch, "checkout", "--quiet", "--detach", str(source.commit))
+    _git(scratch, "checkout", "--quiet", "--detach", source.commit)
     if source.submodules:
-        local = ["-c", "protocol.file.allow=always"] if str(source.url).startswith("/") else []
+        local = ["-c", "protocol.file.allow=always"] if source.url.startswith("/") else []
         _git(scratch, *local, "submodule", "--quiet", "update", "--init", "--recursive", "--depth", "1")
     scratch.rename(target)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rigctl.contract.kernel_job import KernelJob
 from rigctl.errors import RigctlError
-from rigctl.kernel.spec import Spec
 
 RECEIPT = "receipt.json"
 
@@ -25,15 +25,15 @@ class Stored:
     receipt: dict[str, Any]
 
 
-def folder(spec: Spec, digest: str) -> Path:
-    return spec.root / "store" / spec.name / digest
+def folder(job: KernelJob, digest: str) -> Path:
+    return job.root / "store" / job.package / digest
 
 
-def find(spec: Spec, digest: str) -> Stored | None:
+def find(job: KernelJob, digest: str) -> Stored | None:
     """The whole wheel with this digest; None where there is none, or a damaged one, which `put` replaces. Only reads:
     a plan asks too.
     """
-    return _read(folder(spec, digest), digest)
+    return _read(folder(job, digest), digest)
 
 
 def _read(place: Path, digest: str) -> Stored | None:
@@ -51,9 +51,9 @@ def _read(place: Path, digest: str) -> Stored | None:
     return None
 
 
-def put(spec: Spec, digest: str, wheel: Path, receipt: dict[str, Any]) -> Stored:
+def put(job: KernelJob, digest: str, wheel: Path, receipt: dict[str, Any]) -> Stored:
     """Put a proved wheel into the store, whole or not at all."""
-    place = folder(spec, digest)
+    place = folder(job, digest)
     scratch = place.with_name(f".{place.name}.half")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -66,23 +66,23 @@ def put(spec: Spec, digest: str, wheel: Path, receipt: dict[str, Any]) -> Stored
     return Stored(place / wheel.name, whole)
 
 
-def fetch(spec: Spec, digest: str) -> Stored | None:
+def fetch(job: KernelJob, digest: str) -> Stored | None:
     """A wheel that another host has put into the shared place; None where that has none. Not yet in the store."""
-    if spec.shared is None:
+    if job.kernel_store is None:
         return None
-    into = spec.root / "fetched" / spec.name / digest
+    into = job.root / "fetched" / job.package / digest
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir(parents=True)
-    if _rsync(f"{spec.shared}/{spec.name}/{digest}/", f"{into}/") is not None:
+    if _rsync(f"{job.kernel_store}/{job.package}/{digest}/", f"{into}/") is not None:
         return None
     return _read(into, digest)
 
 
-def publish(spec: Spec, stored: Stored) -> None:
+def publish(job: KernelJob, stored: Stored) -> None:
     """Let other hosts have it: the wheel first, the receipt, by which it counts, last. Failing is told, no more."""
-    if spec.shared is None:
+    if job.kernel_store is None:
         return
-    target = f"{spec.shared}/{spec.name}/{stored.receipt['digest']}/"
+    target = f"{job.kernel_store}/{job.package}/{stored.receipt['digest']}/"
     for file in (stored.wheel, stored.wheel.with_name(RECEIPT)):
         if (why := _rsync(str(file), target)) is not None:
             print(f"{target} could not be written, other hosts build for themselves: {why}", flush=True)

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rigctl.contract.environment_build import EnvironmentBuild
+from rigctl.contract.kernel_job import KernelJob
 from rigctl.engines import environment
 from rigctl.engines.installed import distributions, site_packages
 from rigctl.errors import RigctlError
-from rigctl.kernel.spec import Spec
 
 STUB_SOURCE = "int cuInit(unsigned int flags) { return 100; }\n"  # CUDA_ERROR_NO_DEVICE
 
@@ -35,44 +36,35 @@ class Toolchain:
         return self.cuda / "bin" / "cuobjdump"
 
 
-def ready(spec: Spec) -> bool:
+def ready(job: KernelJob) -> bool:
     """Whether everything is there; made otherwise by `provide`."""
-    return (spec.toolchain.path / environment.STAMP).exists() and (cuda_root(spec) / "complete").exists()
+    return (job.toolchain.path / environment.STAMP).exists() and (cuda_root(job) / "complete").exists()
 
 
-def cuda_root(spec: Spec) -> Path:
+def cuda_root(job: KernelJob) -> Path:
     """The toolkit for one engine environment: its torch's CUDA libraries beside the toolchain's compiler."""
-    release, digest = spec.environment.parent.name, spec.environment.name
-    return spec.toolchain.path / f"cuda-{release}-{digest}"
+    release, digest = job.engine.path.parent.name, job.engine.path.name
+    return job.toolchain.path / f"cuda-{release}-{digest}"
 
 
-def provide(spec: Spec) -> None:
+def provide(job: KernelJob) -> None:
     """Make what is missing. Raises RigctlError."""
-    chain = spec.toolchain
-    environment.build(
-        environment.Specification(
-            path=chain.path,
-            python=spec.python,
-            lock=chain.lock,
-            series=None,
-            cache=spec.root.parent / ".cache",
-            index=None,
-            wheels=spec.wheels,
-        )
-    )
+    chain = job.toolchain
+    python, cache = job.engine.python, job.root.parent / ".cache"
+    environment.build(EnvironmentBuild(path=chain.path, python=python, lock=chain.lock, cache=cache, wheels=job.wheels))
     for each in chain.path.glob("cuda-*"):
         release, _, digest = each.name.removeprefix("cuda-").rpartition("-")
-        if not (spec.environment.parent.parent / release / digest).exists():
+        if not (job.engine.path.parent.parent / release / digest).exists():
             shutil.rmtree(each)  # of an environment that is gone
-    root = cuda_root(spec)
+    root = cuda_root(job)
     if not (root / "complete").exists():
-        _merge(root, list(_origins(spec)))
+        _merge(root, list(_origins(job)))
 
 
-def _origins(spec: Spec) -> Iterator[Path]:
+def _origins(job: KernelJob) -> Iterator[Path]:
     """Directories with a toolkit's layout, the first wins."""
-    tools, engine = (site_packages(path) for path in (spec.toolchain.path, spec.environment))
-    home = spec.toolchain.cuda_home
+    tools, engine = (site_packages(path) for path in (job.toolchain.path, job.engine.path))
+    home = job.toolchain.cuda_home
     if home is not None:
         if not (home / "bin" / "nvcc").exists():
             raise RigctlError(
@@ -139,17 +131,17 @@ def compile_library(source: str, path: Path, soname: str) -> None:
         raise RigctlError(f"gcc could not make {path.name}: {done.stderr.strip()}")
 
 
-def examine(spec: Spec) -> Toolchain:
+def examine(job: KernelJob) -> Toolchain:
     """The toolchain with its versions, checked against each other. Raises RigctlError with what does not fit."""
-    cuda, site = cuda_root(spec), site_packages(spec.environment)
+    cuda, site = cuda_root(job), site_packages(job.engine.path)
     torch = next((each.version for each in distributions(site) if each.name == "torch"), None)
     if torch is None:
-        raise RigctlError(f"{spec.environment}: no torch in it; {spec.name} is built against the engine's")
+        raise RigctlError(f"{job.engine.path}: no torch in it; {job.package} is built against the engine's")
     nvcc, gcc = nvcc_version(cuda), gcc_version()
-    if reason := unfit(nvcc, gcc, gcc_limit(cuda), torch_cuda(site), spec.minimum_cuda):
-        raise RigctlError(f"{spec.name} cannot be built here: {reason}")
-    versions = {"torch": torch, "nvcc": nvcc, "gcc": gcc, "python": spec.python, "tools": spec.toolchain.path.name}
-    return Toolchain(spec.toolchain.path, cuda, site, versions)
+    if reason := unfit(nvcc, gcc, gcc_limit(cuda), torch_cuda(site), job.minimum_cuda):
+        raise RigctlError(f"{job.package} cannot be built here: {reason}")
+    versions = {"torch": torch, "nvcc": nvcc, "gcc": gcc, "python": job.engine.python, "tools": job.toolchain.path.name}
+    return Toolchain(job.toolchain.path, cuda, site, versions)
 
 
 def unfit(nvcc: str, gcc: str, gcc_newest: int | None, torch_cuda: str | None, minimum: str) -> str | None:
@@ -212,7 +204,7 @@ def torch_cuda(site: Path) -> str | None:
     return found[1] if found else None
 
 
-def build_environment(chain: Toolchain, spec: Spec, jobs: int, more: Mapping[str, str]) -> dict[str, str]:
+def build_environment(chain: Toolchain, job: KernelJob, jobs: int, more: Mapping[str, str]) -> dict[str, str]:
     """Variables of a build: the toolchain's programs first, then the host's."""
     path = [chain.tools / "bin", chain.cuda / "bin", *map(Path, ("/usr/local/bin", "/usr/bin", "/bin"))]
     kept = {
@@ -220,7 +212,7 @@ def build_environment(chain: Toolchain, spec: Spec, jobs: int, more: Mapping[str
     }
     return {
         **kept,
-        "HOME": str(spec.root),
+        "HOME": str(job.root),
         "LANG": "C.UTF-8",
         "PATH": ":".join(map(str, path)),
         # The engine's own packages: its torch, without a second copy.
@@ -236,5 +228,5 @@ def build_environment(chain: Toolchain, spec: Spec, jobs: int, more: Mapping[str
         "MAX_JOBS": str(jobs),
         "NINJA_STATUS": "[%f/%t] ",
         **more,
-        **spec.variables,
+        **job.environment,
     }

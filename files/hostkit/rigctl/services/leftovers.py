@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rigctl.errors import RigctlError
-from rigctl.supervisor.activity import IN_UNIT, PROC, nvidia_smi
+from rigctl.nvidia_smi import nvidia_smi
+from rigctl.supervisor.activity import IN_UNIT, PROC
 from rigctl.supervisor.ended import command
 from rigctl.supervisor.specification import installed
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rigctl.nvidia_smi import nvidia_smi
 from rigctl.supervisor.specification import Limits
 
 PROC = Path("/proc")
@@ -80,16 +80,6 @@ def gpu_memory(gpus: Sequence[int]) -> dict[int, int]:
         return {}
     rows = nvidia_smi("--query-gpu=index,memory.used")
     return {int(row[0]): int(row[1]) for row in rows if row[1].isdigit() and int(row[0]) in gpus}
-
-
-def nvidia_smi(query: str) -> list[list[str]]:
-    """Rows of an nvidia-smi query; none where there is no nvidia-smi or it fails."""
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
 
 
 class Patience:

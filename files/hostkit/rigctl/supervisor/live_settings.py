@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rigctl.errors import RigctlError
-from rigctl.supervisor.activity import nvidia_smi
+from rigctl.nvidia_smi import nvidia_smi
 from rigctl.supervisor.prechecks import WARNING
 from rigctl.supervisor.specification import Specification
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rigctl.errors import RigctlError
-from rigctl.supervisor.activity import gpu_memory, nvidia_smi
+from rigctl.nvidia_smi import nvidia_smi
+from rigctl.supervisor.activity import gpu_memory
 from rigctl.supervisor.specification import Specification
 
 Check = Callable[[Specification], str]

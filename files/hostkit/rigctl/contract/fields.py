@@ -1,0 +1,47 @@
+"""Kinds of values that orders and catalogue entries share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, StringConstraints
+
+
+def host_path(path: str) -> str:
+    """A path that scripts, our record on the host and systemd take as it is. Raises ValueError for any other."""
+    parts = path.split("/")[1:]
+    if not path.startswith("/") or {"", ".", ".."} & set(parts):
+        raise ValueError("a path is absolute, is not / itself, and has no empty part, '.' or '..'")
+    if not path.isprintable() or set(path) & set("|\\{}") or any(part != part.strip() for part in parts):
+        raise ValueError("a path has no '|', '\\', braces or control characters, and no space around a part")
+    return path
+
+
+def _place(value: object) -> Path:
+    if isinstance(value, str):
+        return Path(host_path(value))
+    if isinstance(value, Path):
+        return value
+    raise ValueError("a path is a text")
+
+
+def _no_secret(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.password or ("@" in parts.netloc and parts.scheme in ("http", "https")):
+        raise ValueError("an address has no password or token: it would be readable by all")
+    if text.startswith("-") or not text.isprintable():
+        raise ValueError("an address begins with no '-' and has no control characters")
+    return text
+
+
+Text = Annotated[str, StringConstraints(min_length=1)]
+Variable = Annotated[str, StringConstraints(pattern=r"^[A-Z_][A-Z0-9_]*$")]
+Distribution = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")]
+Dotted = Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)*$")]
+HostPath = Annotated[str, AfterValidator(host_path)]
+Place = Annotated[Path, BeforeValidator(_place)]
+"""A HostPath as a Path, for the program that opens it."""
+PythonVersion = Annotated[str, StringConstraints(pattern=r"^3\.\d+$")]
+Remote = Annotated[str, StringConstraints(min_length=1), AfterValidator(_no_secret)]

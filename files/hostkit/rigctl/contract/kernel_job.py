@@ -1,0 +1,140 @@
+"""The order `kernel job`: the CUDA kernel library of one release, /etc/kimi-rig/kernels/<release>.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from rigctl.contract.environment_build import Environment
+from rigctl.contract.fields import Distribution, Dotted, Place, Remote, Text, Variable
+from rigctl.contract.order import Document, Order, Part, renamed
+
+
+class GitSource(Part):
+    """A commit of a git repository. mirror: an address, or a bundle file on the host, that is asked before `url`."""
+
+    kind: Literal["git"]
+    url: Remote
+    commit: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
+    mirror: Remote | None = None
+    submodules: bool = False
+
+
+class SourceDirectory(Part):
+    """A source tree that is already on the host; it is never changed."""
+
+    kind: Literal["directory"]
+    path: Place
+
+
+class KernelDependency(Part):
+    """A directory on the host for a dependency that CMake would fetch (FETCHCONTENT_SOURCE_DIR_<NAME>)."""
+
+    path: Place
+    private: bool = False
+    """Configuration writes into it: each build gets a copy."""
+
+
+class KernelLibrary(Part):
+    """The CUDA kernel library of a release: that of its lock, proved, or one built for the host's GPUs."""
+
+    mode: Literal["wheel", "source"]
+    package: Distribution
+    """Name of the distribution."""
+    module: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
+    """Module that is imported for a test before the wheel is installed."""
+    libraries: Annotated[list[Text], Field(min_length=1)]
+    """Patterns below site-packages: libraries that must hold code for every wanted architecture."""
+    source: Annotated[GitSource | SourceDirectory, Field(discriminator="kind")] | None = None
+    subdirectory: Annotated[str, StringConstraints(pattern=r"^(\.|\w[\w.-]*(/\w[\w.-]*)*)$")] = "."
+    """Where its pyproject.toml is in the source."""
+    architectures: list[Annotated[str, StringConstraints(pattern=r"^\d{1,2}\.\d$")]] = []
+    """Compute capabilities; none: those of the host's GPUs."""
+    minimum_cuda: Dotted = "12.8"
+    """Of the toolkit: the first that knows the wanted architectures."""
+    defines: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w-]*$")], str] = {}
+    """CMake variables."""
+    environment: dict[Variable, str] = {}
+    """Variables of the build."""
+    drop_targets: list[Text] = []
+    """CMake targets that are neither built nor installed."""
+    dependencies: dict[Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")], KernelDependency] = {}
+    memory_mib: dict[Text, Annotated[int, Field(ge=1)]] = {}
+    """Memory that compiling a file takes, by file name; "default" for the others. Measured ones count when larger."""
+    jobs: Annotated[int, Field(ge=1)] | None = None
+    """Most compilers at once; unset: by memory and cores."""
+    memory_limit: Annotated[str, StringConstraints(pattern=r"^([1-9]\d?%|[1-9]\d*[MG])$")] = "85%"
+    """Of the build as a whole (systemd's MemoryMax=)."""
+    while_serving: Literal["refuse", "share"] = "refuse"
+    """Build beside a serving engine: not at all, or with a quarter of the cores."""
+    minimum_disk_mib: Annotated[int, Field(ge=0)] = 8192
+
+    @model_validator(mode="after")
+    def _source_is_named(self) -> Self:
+        if self.mode == "source" and self.source is None:
+            raise ValueError("mode source needs a source")
+        return self
+
+
+class KernelTools(Part):
+    """Environment with the build tools, and its lock. cuda_home: a toolkit that is there; None: that of the lock."""
+
+    path: Place
+    lock: Place
+    cuda_home: Place | None = None
+
+
+# Format 0 named `environment` and `python` what `engine` has now, and the library's own settings by shorter words.
+RENAMED = {
+    "variables": "environment",
+    "memory": "memory_mib",
+    "minimum_disk": "minimum_disk_mib",
+    "shared": "kernel_store",
+}
+ENGINE = {"environment": "path", "python": "python", "lock": "lock", "series": "patches"}
+
+
+def _from_format_0(old: Document) -> Document:
+    if old["name"] != old["package"] or "engine" in old:
+        raise ValueError("name, package or engine")
+    rest = {key: value for key, value in old.items() if key not in {"name", *ENGINE}}
+    return {**renamed(rest, RENAMED), "engine": {new: old[key] for key, new in ENGINE.items()}}
+
+
+class KernelJob(KernelLibrary, Order):
+    """What `rigctl kernel` works from: the library and where things are on the host."""
+
+    upgrades: ClassVar[Mapping[int, Callable[[Document], Document]]] = {0: _from_format_0}
+
+    engine: Environment
+    """Environment of the release: the library is built against its torch and installed into it."""
+    toolchain: KernelTools
+    root: Place
+    """Store, work directories and compiler cache."""
+    patches: Place | None = None
+    """Directory of the patches that are applied to the source."""
+    kernel_store: Annotated[str, StringConstraints(pattern=r"^([\w.@-]+:)?/[\w./-]+$")] | None = None
+    """A directory, or HOST:DIRECTORY for rsync, from which wheels are fetched and to which they are put."""
+    wheels: Place | None = None
+    """Directory that has every wheel of the toolchain's lock; no index is asked then."""
+
+    @property
+    def digest(self) -> str:
+        """Of what is ordered, whatever words the format has for it.
+
+        Receipts, recorded states and names of build units hold it: it is taken over format 0's keys for ever. What a
+        later format added counts once it is set; memory_limit says nothing of the library.
+        """
+        now = self.model_dump(mode="json", exclude={"format", "memory_limit", "engine"})
+        engine = self.engine.model_dump(mode="json")
+        old = {
+            **{key: value for key, value in now.items() if key not in RENAMED.values()},
+            **{key: now[new] for key, new in RENAMED.items()},
+            **{key: engine[new] for key, new in ENGINE.items()},
+            "name": self.package,
+        }
+        return hashlib.sha256(json.dumps(old, sort_keys=True).encode()).hexdigest()
