@@ -18,7 +18,7 @@ override export REVISION := $(value REVISION)
 override export TOKEN_FILE := $(value TOKEN_FILE)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain pin reboot status uninstall bench tour check test test-drill test-kernel test-engines test-bench test-staging release-add lock format
+.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain pin reboot status uninstall bench tour check test test-drill test-kernel test-engines test-bench test-staging release-add lock schemas format
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,8 +86,10 @@ bench: .venv/ready ## INVENTORY=... CONFIGS="a b": measure configurations, then 
 tour: .venv/ready ## plan, a unit, explanation and report of an 8-card host from recorded facts: no root, no box
 	@$(BIN)/python -m rig.cli.tour
 
-check: .venv/ready ## lint, types and unit tests; under a minute
+check: .venv/ready ## lint, types, layers and unit tests; under a minute
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
+	@report=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$report"; exit 1; }
+	@$(BIN)/python -m rig.maintain.schemas --check
 	@$(BIN)/mypy --no-error-summary rig tasks files/hostkit/rigctl inventory config.py deploy.py benchmark.py tests
 	@$(BIN)/python -m pytest -q -n 2 -m 'not slow' tests/unit
 
@@ -113,6 +115,9 @@ test-bench: .venv/ready ## the report in a real Chromium (apt-get install chromi
 
 test-staging: .venv/ready ## staging of 64 shards, 4 GiB, with every fault (25 minutes)
 	@STAGING_SHARD_BYTES=67108864 $(BIN)/python -m pytest -q tests/staging
+
+schemas: .venv/ready ## write docs/schemas/ from the contract
+	@$(BIN)/python -m rig.maintain.schemas
 
 format: .venv/ready ## format the code
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix .
