@@ -9,7 +9,7 @@ from rig.plan.host_plan import HostPlan
 
 @deploy("Hostkit")
 def hostkit(plan: HostPlan) -> None:
-    operations.installed(name="Install rigctl", wheels=plan.data.wheels)
+    operations.installed(name="Install rigctl", plan=plan)
 
 
 if __name__ == "builtins":

@@ -106,7 +106,8 @@ def read_status(name: str, data: Mapping[str, Any], output: str) -> HostStatus:
 def _drift(
     data: Mapping[str, Any], sections: Mapping[str, str], receipt: Mapping[str, Any], serving: Mapping[str, Any]
 ) -> list[str]:
-    wanted = receipt_items(host_plan(data, sections.get("system", ""), HostSettings()), hostkit_path())
+    plan = host_plan(data, sections.get("system", ""), HostSettings())
+    wanted = receipt_items(plan, hostkit_path(plan))
     found = receipt.get("items", {})
     differs = [key for key in sorted({*wanted, *found}) if not _same(key, wanted.get(key), found.get(key))]
     digests = {entry["name"]: entry["digest"] for entry in _documents(sections.get("specifications", ""))}

@@ -13,19 +13,25 @@ from pathlib import Path
 from pyinfra import host
 from pyinfra.api import operation
 
-from rig.catalog.entries import ROOT
+from rig.catalog.entries import ROOT, GeneratorSource
 from rig.facts.state import Lines
 from rig.operations import jobs
 from rig.operations.common import Commands, note, remember, script
+from rig.plan.host_plan import HostPlan
 from rigctl.contract import layout
 
 SOURCE = ROOT / "files" / "hostkit"
+GENERATOR = "tiny_kimi"
+"""Package of rigctl that makes the tiny model. Only hosts with a generated checkpoint get it."""
 
 
-def _files() -> list[Path]:
+def hostkit_files(plan: HostPlan) -> tuple[Path, ...]:
     """What is copied to the host, in the order that sort(1) gives in the C locale."""
-    found = [path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    return sorted(found, key=lambda path: str(path.relative_to(SOURCE)))
+    left_out = {"__pycache__"}
+    if not any(isinstance(entry.source, GeneratorSource) for entry in plan.checkpoints.values()):
+        left_out.add(GENERATOR)
+    found = [path for path in SOURCE.rglob("*") if path.is_file() and left_out.isdisjoint(path.parts)]
+    return tuple(sorted(found, key=lambda path: str(path.relative_to(SOURCE))))
 
 
 def _mode(path: Path) -> int:
@@ -33,12 +39,11 @@ def _mode(path: Path) -> int:
 
 
 @cache
-def content_digest() -> str:
+def content_digest(files: tuple[Path, ...]) -> str:
     """What CONTENT prints on a host whose files are as they were installed: sha256 over modes, names and digests."""
-    names = [f"./{path.relative_to(SOURCE)}" for path in _files()]
-    lines = sorted(f"{_mode(path):o} {name}" for path, name in zip(_files(), names, strict=True))
-    for path, name in zip(_files(), names, strict=True):
-        lines.append(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}")
+    names = {path: f"./{path.relative_to(SOURCE)}" for path in files}
+    lines = sorted(f"{_mode(path):o} {name}" for path, name in names.items())
+    lines += [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}" for path, name in names.items()]
     return hashlib.sha256("".join(f"{line}\n" for line in lines).encode()).hexdigest()
 
 
@@ -51,14 +56,14 @@ CONTENT = (
 
 
 @cache
-def hostkit_archive() -> bytes:
-    """files/hostkit as a tar.gz whose bytes depend on nothing but the files' names and content."""
+def hostkit_archive(files: tuple[Path, ...]) -> bytes:
+    """The files as a tar.gz whose bytes depend on nothing but their names and content."""
     buffer = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as zipped,
         tarfile.open(fileobj=zipped, mode="w", format=tarfile.USTAR_FORMAT) as tar,
     ):
-        for path in _files():
+        for path in files:
             _add(tar, path)
     return buffer.getvalue()
 
@@ -70,27 +75,24 @@ def _add(tar: tarfile.TarFile, path: Path) -> None:
         tar.addfile(info, content)
 
 
-def hostkit_path() -> str:
+def hostkit_path(plan: HostPlan) -> str:
     """Where this version of hostkit is installed: named by the digest of its files."""
-    return f"{layout.HOSTKIT}/{hashlib.sha256(hostkit_archive()).hexdigest()[:12]}"
+    return f"{layout.HOSTKIT}/{hashlib.sha256(hostkit_archive(hostkit_files(plan))).hexdigest()[:12]}"
 
 
 @operation()
-def installed(wheels: str | None = None) -> Commands:
-    """This version of hostkit is complete on the host and is the current one.
-
-    wheels: directory on the host with its packages; no index is asked then.
-    """
-    path = hostkit_path()
+def installed(plan: HostPlan) -> Commands:
+    """This version of hostkit is complete on the host and is the current one."""
+    files, path, wheels = hostkit_files(plan), hostkit_path(plan), plan.data.wheels
     current = f"{layout.HOSTKIT}/current"
     proof = f"[ -e {path}/complete ]"
     state = host.get_fact(
         Lines, script=f"{proof} && cd {path} && echo complete && {{ {CONTENT}; }}; readlink {current}"
     )
-    if state == ["complete", content_digest(), path]:
+    if state == ["complete", content_digest(files), path]:
         host.noop(f"hostkit {path.rpartition('/')[2]} is the current one")
         return
-    changed = "complete" in state and content_digest() not in state
+    changed = "complete" in state and content_digest(files) not in state
     why = "was changed on the host and is installed again" if changed else "is installed"
     note(f"hostkit {path.rpartition('/')[2]} {why}")
     if "complete" not in state or changed:
@@ -100,7 +102,7 @@ def installed(wheels: str | None = None) -> Commands:
         yield script(
             remember("tree", layout.HOSTKIT),
             f"systemctl is-active -q {unit} || {{ {unpack}; }}",
-            content=hostkit_archive(),
+            content=hostkit_archive(files),
         )
         yield from jobs.run(
             jobs.LongJob(
@@ -117,7 +119,10 @@ def installed(wheels: str | None = None) -> Commands:
         f"ln -sfn {shlex.quote(path)} {current}.new",
         f"mv -fT {current}.new {current}",
         f"cd {layout.HOSTKIT}",
-        # The two versions before stay for services that still run from them; environments that none needs go.
-        f"ls -1dt [0-9a-f]*/ | grep -v {path.rpartition('/')[2]} | tail -n +3 | xargs -r rm -rf",
+        # The two versions before stay, and any from which a process still runs: a service that no deploy has restarted.
+        "running=$(cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' ' || true)",
+        f"for v in $(ls -1dt [0-9a-f]*/ | grep -v {path.rpartition('/')[2]} | tail -n +3); do "
+        f'case "$running" in *"{layout.HOSTKIT}/${{v%/}}"*) ;; *) rm -rf "$v";; esac; done',
+        # Environments that no version needs go.
         "for e in venv-*; do readlink */venv | grep -q $e || rm -rf $e; done",
     )

@@ -28,7 +28,7 @@ def receipt(plan: HostPlan) -> Commands:
     reached()
     new = merged(
         host.get_fact(JsonFile, path=layout.RECEIPT),
-        receipt_items(plan, hostkit_path()),
+        receipt_items(plan, hostkit_path(plan)),
         now=datetime.now(UTC).isoformat(timespec="seconds"),
         by=f"{getpass.getuser()}@{socket.gethostname()}",
         version=product_version(),

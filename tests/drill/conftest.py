@@ -51,6 +51,14 @@ QUICK = Supervision(
 )
 
 
+def host_data(*groups: str) -> dict[str, Any]:
+    """Host data of these groups, as pyinfra merges it."""
+    found: dict[str, Any] = {}
+    for group in groups:
+        found |= runpy.run_path(str(ROOT / "inventory" / "group_data" / f"{group}.py"))
+    return {key: value for key, value in found.items() if not key.startswith("_")}
+
+
 class DrillBox:
     """A box, and units with a stand-in engine in it."""
 
@@ -90,8 +98,7 @@ class DrillBox:
 
     def plan(self, supervision: Supervision = QUICK, **configurations: dict[str, Any]) -> HostPlan:
         """Units drill-a, drill-b, ... keys of `configurations`: what each has beside the defaults."""
-        found = runpy.run_path(str(ROOT / "inventory" / "group_data" / "all.py"))
-        data = {key: value for key, value in found.items() if not key.startswith("_")}
+        data = host_data("all")
         key = any(more.pop("key", False) for more in configurations.values())
         data |= {"api_key_file": "/nonexistent" if key else None}
         release = Release(
@@ -233,7 +240,8 @@ SUPERVISOR = r".* -I -c import sys.* serve "
 def session_box(bare_box: DeployBox, request: pytest.FixtureRequest) -> Iterator[DrillBox]:
     """A box of the tests' own with this version of rigctl."""
     drill = DrillBox()
-    if drill.ssh(f"readlink {layout.HOSTKIT}/current", check=False).strip() != hostkit_path():
+    wanted = hostkit_path(host_plan(host_data("all", "sandbox"), "debian-12", HostSettings()))
+    if drill.ssh(f"readlink {layout.HOSTKIT}/current", check=False).strip() != wanted:
         if request.config.getoption("--real"):
             request.getfixturevalue("engine_port")
         deploy = bare_box.deploy()

@@ -18,7 +18,7 @@ from rig.catalog.entries import ROOT, GeneratorSource
 from rig.host.settings import ACS_UNIT
 from rig.host.system_files import POWER_UNIT
 from rig.operations.files import Directory, File, Link
-from rig.operations.hostkit import SOURCE, hostkit_path
+from rig.operations.hostkit import SOURCE, hostkit_files, hostkit_path
 from rigctl.contract import layout
 from rigctl.engines.drift import KERNEL_RECORD, read_lock
 from rigctl.engines.environment import LOCK, SERIES
@@ -65,9 +65,10 @@ def test_secrets_are_roots_alone(target: Target) -> None:
 
 def test_hostkit(target: Target) -> None:
     current = target.host.file(f"{layout.HOSTKIT}/current")
-    assert current.linked_to == hostkit_path(), "another version of hostkit is the current one"
-    files = [path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    entries = [File(f"{hostkit_path()}/{path.relative_to(SOURCE)}", path.read_bytes(), mode="") for path in files]
+    wanted = hostkit_path(target.plan)
+    assert current.linked_to == wanted, "another version of hostkit is the current one"
+    files = hostkit_files(target.plan)
+    entries = [File(f"{wanted}/{path.relative_to(SOURCE)}", path.read_bytes(), mode="") for path in files]
     assert not differences(target, entries)
     assert "usage: rigctl" in run(target.host, f"{layout.RIGCTL_LINK} --help")
 
@@ -209,7 +210,9 @@ def test_what_runs(target: Target, configuration: str, remarks: list[str]) -> No
 def test_receipt(target: Target) -> None:
     found = json_of(target.host, layout.RECEIPT)["items"]
     items = {name: {key: value for key, value in item.items() if key != "since"} for name, item in found.items()}
-    wanted = {key: item for key, item in receipt_items(target.plan, hostkit_path()).items() if not of_state(key)}
+    wanted = {
+        key: item for key, item in receipt_items(target.plan, hostkit_path(target.plan)).items() if not of_state(key)
+    }
     assert items == {**wanted, **target.state["items"]}
 
 

@@ -1,22 +1,45 @@
-"""rigctl on a host: a file of it that was changed is noticed."""
+"""rigctl on a host: what is in it, and that a changed file of it is noticed."""
 
 from __future__ import annotations
 
 import io
+import os
 import subprocess
+import sys
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rig.operations.hostkit import CONTENT, content_digest, hostkit_archive
+from rig.catalog.entries import DirectorySource
+from rig.operations.hostkit import CONTENT, SOURCE, content_digest, hostkit_archive, hostkit_files, hostkit_path
+from rig.plan.host_plan import HostPlan
+from tests.unit.test_engines_and_units import box_plan
+
+
+def without_generator() -> HostPlan:
+    """A host whose checkpoints lie there already."""
+    plan, source = box_plan(), DirectorySource(kind="directory")
+    found = {name: entry.model_copy(update={"source": source}) for name, entry in plan.checkpoints.items()}
+    return replace(plan, checkpoints=found)
+
+
+def unpack(plan: HostPlan, directory: Path) -> None:
+    with tarfile.open(fileobj=io.BytesIO(hostkit_archive(hostkit_files(plan)))) as tar:
+        tar.extractall(directory, filter="fully_trusted")
+
+
+@pytest.fixture(params=[box_plan, without_generator])
+def plan(request: pytest.FixtureRequest) -> HostPlan:
+    found: HostPlan = request.param()
+    return found
 
 
 @pytest.fixture
-def unpacked(tmp_path: Path) -> Path:
+def unpacked(plan: HostPlan, tmp_path: Path) -> Path:
     """As the deploy leaves it: also what the installation adds."""
-    with tarfile.open(fileobj=io.BytesIO(hostkit_archive())) as tar:
-        tar.extractall(tmp_path, filter="fully_trusted")
+    unpack(plan, tmp_path)
     (tmp_path / "complete").touch()
     (tmp_path / "rigctl" / "__pycache__").mkdir()
     (tmp_path / "rigctl" / "__pycache__" / "cli.cpython-311.pyc").touch()
@@ -30,22 +53,47 @@ def found(directory: Path) -> str:
     ).stdout.strip()
 
 
-def test_what_is_installed_is_recognised(unpacked: Path) -> None:
-    assert found(unpacked) == content_digest()
+def rigctl(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "import sys; from rigctl.cli import main; sys.exit(main())", *arguments],
+        env={**os.environ, "PYTHONPATH": str(directory)},
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
-def test_every_change_is_noticed(unpacked: Path) -> None:
+def test_the_generator_lies_only_where_a_checkpoint_is_generated(tmp_path: Path) -> None:
+    """Every other file is the same; rigctl offers `tiny-kimi` only where it can do it."""
+    given, without = hostkit_files(box_plan()), hostkit_files(without_generator())
+    assert {path.parent for path in {*given} - {*without}} == {SOURCE / "rigctl" / "tiny_kimi"}
+    assert {*without} < {*given}
+    assert hostkit_path(box_plan()) != hostkit_path(without_generator())
+    unpack(without_generator(), tmp_path)
+    assert "tiny-kimi" not in rigctl(tmp_path, "--help").stdout
+    assert rigctl(tmp_path, "tiny-kimi", "target", "x").returncode == 2
+    unpack(box_plan(), tmp_path)
+    assert "tiny-kimi" in rigctl(tmp_path, "--help").stdout
+
+
+def test_what_is_installed_is_recognised(plan: HostPlan, unpacked: Path) -> None:
+    assert found(unpacked) == content_digest(hostkit_files(plan))
+
+
+def test_every_change_is_noticed(plan: HostPlan, unpacked: Path) -> None:
+    whole_digest = content_digest(hostkit_files(plan))
     cli, program = unpacked / "rigctl" / "cli.py", unpacked / "bin" / "rigctl"
     whole = cli.read_text()
     cli.write_text(whole + "# mine\n")
-    assert found(unpacked) != content_digest()
+    assert found(unpacked) != whole_digest
     cli.write_text(whole)
     program.chmod(0o777)
-    assert found(unpacked) != content_digest()
+    assert found(unpacked) != whole_digest
     program.chmod(0o755)
     (unpacked / "rigctl" / "more.py").touch()
-    assert found(unpacked) != content_digest()
+    assert found(unpacked) != whole_digest
     (unpacked / "rigctl" / "more.py").unlink()
-    assert found(unpacked) == content_digest()
+    assert found(unpacked) == whole_digest
     cli.unlink()
-    assert found(unpacked) != content_digest()
+    assert found(unpacked) != whole_digest

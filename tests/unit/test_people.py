@@ -117,7 +117,7 @@ def answer(receipt: Any, *, rows: Any = (), pending: str = "", missing: str = ""
 
 @pytest.fixture
 def receipt() -> dict[str, Any]:
-    items = receipt_items(plan(), hostkit_path())
+    items = receipt_items(plan(), hostkit_path(plan()))
     dated = {key: {**item, "since": "2026-11-29"} for key, item in items.items()}
     dated["unit/kimi-sglang-base.service"]["digest"] = "d"
     return {"version": "abc", "at": "2026-11-29T10:00:00", "items": dated}

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors
 
+from rig.artifacts.checkpoint_orders import GENERATOR_REVISION
 from rigctl.cli import main
 from rigctl.tiny_kimi import KINDS, automaton, drafter, numbers, target
 from rigctl.tiny_kimi.automaton import CHAT, CONTENT, NO_THINKING, REASONING, TOOL_CALL
@@ -21,6 +22,10 @@ from rigctl.tiny_kimi.checkpoints import BUILDERS, Files, checkpoint_files
 from rigctl.tiny_kimi.prediction import Drafter, Prediction, drafted_successors, predict_counters
 
 DRAFTERS: tuple[Drafter, ...] = ("always", "half", "never")
+
+
+CONTENT_BY_REVISION = {"ba1984e96a2f": "04db7f125309ba00e58bb27d9d98422ffefa7a80dd5b4f2f8e3ccfbb0e9896a8"}
+"""sha256 over everything the generator makes, by the revision under which hosts got it."""
 
 
 def make(kind: str, destination: Path) -> int:
@@ -36,6 +41,16 @@ def as_float(entry: tuple[str, list[int], bytes]) -> numbers.Array:
     dtype, shape, data = entry
     assert dtype == "BF16"
     return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
+
+
+def test_a_revision_stands_for_the_bytes_that_are_made() -> None:
+    """Other bytes need another revision, or hosts keep the old ones; the same bytes keep it, or hosts stage them anew
+    and what serves them becomes stale."""
+    digest = hashlib.sha256()
+    for kind in KINDS:
+        for name, data in sorted(checkpoint_files(kind).items()):
+            digest.update(f"{kind}/{name} {hashlib.sha256(data).hexdigest()}\n".encode())
+    assert CONTENT_BY_REVISION.get(GENERATOR_REVISION) == digest.hexdigest()
 
 
 # The automaton

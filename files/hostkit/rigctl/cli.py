@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 
@@ -24,7 +24,8 @@ MODULES: dict[str, str] = {
     "serve": "rigctl.supervisor.serve",
     "status": "rigctl.services.status",
     "switch": "rigctl.services.switching",
-    "tiny-kimi": "rigctl.tiny_kimi",
+    # Only on hosts with a generated checkpoint.
+    **({"tiny-kimi": "rigctl.tiny_kimi"} if importlib.util.find_spec("rigctl.tiny_kimi") else {}),
 }
 """Module by the subcommand of its own name; some register further ones."""
 
