@@ -18,7 +18,7 @@ override export REVISION := $(value REVISION)
 override export TOKEN_FILE := $(value TOKEN_FILE)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain pin reboot status uninstall bench tour check test test-drill test-kernel test-engines test-bench test-staging release-add lock schemas format
+.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain pin reboot status uninstall bench tour check test test-drill test-kernel test-engines test-bench test-staging test-upgrade release-add lock schemas format
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +102,9 @@ test-drill: supported .venv/ready ## faults of units, adoption and interrupted d
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/bench.txt
 	@$(BIN)/python -m pytest -q --real tests/drill
 	@$(BIN)/python -m pytest -q -m long tests/sandbox/test_sudo.py
+
+test-upgrade: supported .venv/ready ## the previous version serves, this one deploys over it, a rollback starts (15 minutes)
+	@$(BIN)/python -m pytest -q -x tests/upgrade
 
 test-engines: .venv/ready ## the real CUDA wheels, patched and asked, without a GPU (25 GB, half an hour)
 	@$(BIN)/python -m pytest -q tests/engines

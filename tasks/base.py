@@ -3,7 +3,7 @@
 from pyinfra.api import deploy
 
 from rig.artifacts.rollback_states import state_of
-from rig.operations import rollback_states
+from rig.operations import receipt, rollback_states
 from rig.operations.deploy_lock import deploy_lock
 from rig.operations.files import Directory, File, Link, present, secret
 from rig.operations.system import packages, system_user
@@ -34,6 +34,7 @@ def base_paths(plan: HostPlan) -> list[Directory | File | Link]:
 @deploy("Base")
 def base(plan: HostPlan) -> None:
     deploy_lock(name="Hold the deploy lock")
+    receipt.readable(name="Look for a newer version")
     again = plan.data.roll_forward == "yes"
     rollback_states.wanted(name="Respect a rollback", record=state_of(plan), roll_forward=again)
     packages(name="Install packages", names=plan.packages)

@@ -12,14 +12,28 @@ from functools import cache
 from pyinfra import host
 from pyinfra.api import operation
 
-from rig.artifacts.receipt import merged, receipt_items
+from rig.artifacts.receipt import FORMAT, merged, receipt_items
 from rig.catalog.entries import ROOT
 from rig.facts.state import JsonFile
-from rig.operations.common import Commands, note, reached
+from rig.operations.common import Commands, note, reached, refuse
 from rig.operations.files import File, write
 from rig.operations.hostkit import hostkit_path
 from rig.plan.host_plan import HostPlan
 from rigctl.contract import layout
+
+
+@operation()
+def readable() -> Commands:
+    """No newer version of kimi-rig has deployed here: this one would not know what that one has changed."""
+    found = host.get_fact(JsonFile, path=layout.RECEIPT)
+    written = found.get("format") if isinstance(found, dict) else FORMAT
+    if isinstance(written, int) and written > FORMAT:
+        yield from refuse(
+            f"{layout.RECEIPT} has format {written}, newer than this version of kimi-rig reads (up to {FORMAT}): "
+            f"deploy with {found.get('version')}, which wrote it, or with a newer one"
+        )
+        return
+    host.noop("no newer version has deployed here")
 
 
 @operation()
