@@ -121,7 +121,7 @@ def installed(plan: HostPlan) -> Commands:
         f"cd {layout.HOSTKIT}",
         # The two versions before stay, and any from which a process still runs: a service that no deploy has restarted.
         "running=$(cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' ' || true)",
-        f"for v in $(ls -1dt [0-9a-f]*/ | grep -v {path.rpartition('/')[2]} | tail -n +3); do "
+        f"for v in $(ls -1dt ????????????/ | grep -v {path.rpartition('/')[2]} | tail -n +3); do "
         f'case "$running" in *"{layout.HOSTKIT}/${{v%/}}"*) ;; *) rm -rf "$v";; esac; done',
         # Environments that no version needs go.
         "for e in venv-*; do readlink */venv | grep -q $e || rm -rf $e; done",

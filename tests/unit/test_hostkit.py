@@ -13,9 +13,19 @@ from pathlib import Path
 import pytest
 
 from rig.catalog.entries import DirectorySource
-from rig.operations.hostkit import CONTENT, SOURCE, content_digest, hostkit_archive, hostkit_files, hostkit_path
+from rig.operations.hostkit import (
+    CONTENT,
+    SOURCE,
+    content_digest,
+    hostkit_archive,
+    hostkit_files,
+    hostkit_path,
+    installed,
+)
 from rig.plan.host_plan import HostPlan
+from rigctl.contract import layout
 from tests.unit.test_engines_and_units import box_plan
+from tests.unit.test_operations import apply
 
 
 def without_generator() -> HostPlan:
@@ -97,3 +107,28 @@ def test_every_change_is_noticed(plan: HostPlan, unpacked: Path) -> None:
     assert found(unpacked) == whole_digest
     cli.unlink()
     assert found(unpacked) != whole_digest
+
+
+def test_a_version_stays_while_a_process_runs_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two versions before stay for a rollback. A service that no deploy has restarted may run from an older one."""
+    for name in ("HOSTKIT", "STATE", "RUNTIME"):
+        monkeypatch.setattr(layout, name, str(tmp_path / name.lower()))
+    monkeypatch.setattr(layout, "AT_WORK", str(tmp_path / "runtime" / "at-work.lock"))
+    hostkit, plan = tmp_path / "hostkit", box_plan()
+    present = Path(hostkit_path(plan))
+    unpack(plan, present)
+    (present / "complete").touch()
+    older = [f"{number:012x}" for number in range(4)]
+    for number, version in enumerate(older):
+        (hostkit / f"venv-{version}").mkdir(parents=True)
+        (hostkit / version).mkdir()
+        (hostkit / version / "venv").symlink_to(f"../venv-{version}")
+        os.utime(hostkit / version, (number, number))
+    program = f"import time; time.sleep(60)  # {hostkit / older[0]}"
+    with subprocess.Popen([sys.executable, "-c", program]) as running:
+        assert apply(installed, plan=plan)
+        running.kill()
+    assert not apply(installed, plan=plan)
+    found = {path.name for path in hostkit.iterdir()}
+    kept = [older[0], *older[2:]]
+    assert found == {"current", present.name, *kept, *(f"venv-{version}" for version in kept)}
