@@ -28,8 +28,26 @@ INVENTORY = "inventory/sandbox.py"
 
 
 @dataclass(frozen=True)
+class Previous:
+    """The previous version. Only its make is known: its modules may have other names."""
+
+    directory: Path
+
+    def make(self, target: str) -> subprocess.CompletedProcess[str]:
+        outer = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHONPATH"}
+        return subprocess.run(
+            ["make", "--silent", "-C", str(self.directory), target, f"INVENTORY={INVENTORY}"],
+            env={name: value for name, value in os.environ.items() if name not in outer},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=1800,
+        )
+
+
+@dataclass(frozen=True)
 class Tree:
-    """A version of kimi-rig, and the interpreter that it runs in."""
+    """This version in a directory, and the interpreter that it runs in."""
 
     directory: Path
     python: str
@@ -68,17 +86,16 @@ def succeeded(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedPro
 
 
 @pytest.fixture(scope="session")
-def previous_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tree]:
+def previous_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Previous]:
     """The previous version with an environment of its own."""
     commit = os.environ.get("KIMI_RIG_UPGRADE_FROM") or previous().commit
     directory = tmp_path_factory.mktemp("previous") / "kimi-rig"
     for command in (
         ["git", "clone", "--quiet", "--shared", "--no-checkout", str(ROOT), str(directory)],
         ["git", "-C", str(directory), "checkout", "--quiet", "--detach", commit],
-        ["make", "--silent", "-C", str(directory), ".venv/ready"],
     ):
         succeeded(subprocess.run(command, capture_output=True, text=True, check=False))
-    yield Tree(directory, str(directory / ".venv/bin/python"))
+    yield Previous(directory)
     shutil.rmtree(directory)
 
 
@@ -88,7 +105,9 @@ def this_tree() -> Tree:
 
 
 @pytest.fixture(scope="session")
-def kept_data_tree(this_tree: Tree, previous_tree: Tree, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tree]:
+def kept_data_tree(
+    this_tree: Tree, previous_tree: Previous, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Tree]:
     """This version with the hosts and the host data of the previous one: what an operator brings along."""
     directory = tmp_path_factory.mktemp("kept") / "kimi-rig"
     listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

@@ -13,7 +13,7 @@ import pytest
 
 from rig.sandbox import Box
 from rigctl.contract import layout
-from tests.upgrade.conftest import INVENTORY, Tree, succeeded
+from tests.upgrade.conftest import INVENTORY, Previous, Tree, succeeded
 
 CONFIGURATION = "vllm-eagle3-custom"
 UNIT = layout.unit_name(CONFIGURATION)
@@ -82,12 +82,12 @@ def host(box: Box) -> Host:
 
 
 @pytest.fixture(scope="module")
-def before(host: Host, previous_tree: Tree) -> Before:
+def before(host: Host, previous_tree: Previous) -> Before:
     """The previous version has deployed, serves and proves its host."""
-    succeeded(previous_tree.deploy())
+    succeeded(previous_tree.make("deploy"))
     host.ssh(f"systemctl start {UNIT}")
     host.answers()
-    succeeded(previous_tree.verify())
+    succeeded(previous_tree.make("verify"))
     host.mark()
     return Before(host.serving(), host.ssh(KEPT), host.ssh(FILES))
 
