@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,17 +87,23 @@ def succeeded(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedPro
 
 
 @pytest.fixture(scope="session")
-def previous_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Previous]:
+def short_directory() -> Iterator[Path]:
+    """pytest's own have paths too long for the sockets of OpenSSH's shared connections."""
+    with tempfile.TemporaryDirectory(prefix="kimi-rig-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture(scope="session")
+def previous_tree(short_directory: Path) -> Previous:
     """The previous version with an environment of its own."""
     commit = os.environ.get("KIMI_RIG_UPGRADE_FROM") or previous().commit
-    directory = tmp_path_factory.mktemp("previous") / "kimi-rig"
+    directory = short_directory / "previous"
     for command in (
         ["git", "clone", "--quiet", "--shared", "--no-checkout", str(ROOT), str(directory)],
         ["git", "-C", str(directory), "checkout", "--quiet", "--detach", commit],
     ):
         succeeded(subprocess.run(command, capture_output=True, text=True, check=False))
-    yield Previous(directory)
-    shutil.rmtree(directory)
+    return Previous(directory)
 
 
 @pytest.fixture(scope="session")
@@ -105,11 +112,9 @@ def this_tree() -> Tree:
 
 
 @pytest.fixture(scope="session")
-def kept_data_tree(
-    this_tree: Tree, previous_tree: Previous, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Tree]:
+def kept_data_tree(this_tree: Tree, previous_tree: Previous, short_directory: Path) -> Tree:
     """This version with the hosts and the host data of the previous one: what an operator brings along."""
-    directory = tmp_path_factory.mktemp("kept") / "kimi-rig"
+    directory = short_directory / "kept"
     listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\0")
     for name in files:
@@ -122,8 +127,7 @@ def kept_data_tree(
             shutil.copytree(source, goal, dirs_exist_ok=True)
         else:
             shutil.copy2(source, goal)
-    yield Tree(directory, this_tree.python)
-    shutil.rmtree(directory)
+    return Tree(directory, this_tree.python)
 
 
 @pytest.fixture(scope="session")

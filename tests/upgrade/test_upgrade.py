@@ -21,6 +21,8 @@ FILES = f"cat {layout.UNITS}/kimi-* {layout.CONFIGURATIONS}/*"
 """Shell: all that a rollback brings back."""
 KEPT = "find /shared /data/eagle3 /opt/kimi-rig/env -printf '%p %i %s %T@\\n' | sort"
 """Shell: checkpoints, drafters and environments, file by file."""
+OTHER = layout.unit_name("vllm-eagle3-aq-medai")
+DRAFTER = "/data/eagle3/aq-medai-k2-drafter"
 START_SECONDS = 300
 
 
@@ -58,6 +60,13 @@ class Host:
         """The engine answers, and its drafter is right as ever."""
         answer = json.loads(self.ssh(f"rigctl chat --json --configuration {CONFIGURATION} 'What is a token?'"))
         assert answer["content"] and answer["drafted"] == answer["accepted"] > 0
+
+    def until_active(self, *, restarts: int) -> None:
+        """Wait until systemd or a fallback has started it again."""
+        end = time.monotonic() + START_SECONDS
+        while (row := self.row())["state"] != "active" or row["restarts"] != restarts:
+            assert time.monotonic() < end, row
+            time.sleep(2)
 
     def healthy(self) -> None:
         """It serves what was deployed."""
@@ -143,10 +152,7 @@ def test_status_and_verification_read_what_still_runs(host: Host, before: Before
 def test_a_crash_is_taken_over(host: Host, before: Before) -> None:
     """The supervisor of the previous version ends and says why; this version's clears up after it and starts again."""
     host.ssh(f"pkill -KILL -P $(systemctl show -P MainPID {UNIT})")
-    end = time.monotonic() + START_SECONDS
-    while (row := host.row())["state"] != "active" or row["restarts"] == 0:
-        assert time.monotonic() < end, row
-        time.sleep(2)
+    host.until_active(restarts=1)
     host.healthy()
     [cause] = host.row()["failures"]
     assert re.search("the engine ended by itself .*SIGKILL", cause), cause
@@ -164,10 +170,15 @@ def test_a_rollback_returns_and_the_old_unit_starts(host: Host, before: Before, 
     assert "rolled back to state" in this_tree.run("rig.cli.status", INVENTORY).stdout
 
 
-def test_it_comes_back(host: Host, before: Before, this_tree: Tree) -> None:
+def test_it_comes_back_also_by_a_fallback(host: Host, before: Before, this_tree: Tree) -> None:
+    """What the old unit wrote down while it served is enough to return to it from one that is not accepted."""
     succeeded(this_tree.deploy("--pyinfra=--data", "--pyinfra=roll_forward=yes"))
-    host.ssh(f"systemctl restart {UNIT}")
+    away, back = f"mv {DRAFTER}/config.json {DRAFTER}.json", f"mv {DRAFTER}.json {DRAFTER}/config.json"
+    host.ssh(f"{away}; ! systemctl start {OTHER}; {back}")
+    host.until_active(restarts=0)
     host.healthy()
+    assert f"{CONFIGURATION} is started again" in host.ssh("rigctl status")
+    host.ssh(f"systemctl reset-failed {OTHER}")
     succeeded(this_tree.verify())
 
 
