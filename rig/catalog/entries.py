@@ -20,9 +20,7 @@ from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     StringConstraints,
     ValidationError,
@@ -34,7 +32,8 @@ from rigctl.checkpoints import manifest as manifests
 from rigctl.contract.environment_build import Index
 from rigctl.contract.fields import Distribution, Dotted, HostPath, Text, Variable, host_path
 from rigctl.contract.kernel_job import KernelLibrary
-from rigctl.contract.order import keys, nearest
+from rigctl.contract.order import Part, keys, nearest
+from rigctl.contract.served_checkpoints import Provenance, Training
 from rigctl.errors import RigctlError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,8 +110,8 @@ WebAddress = Annotated[str, AfterValidator(_web_address)]
 Address = Annotated[str, AfterValidator(_address)]
 
 
-class Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+class Entry(Part):
+    """An entry of a catalogue, or a part of one."""
 
 
 class Listen(Entry):
@@ -250,43 +249,6 @@ Source = Annotated[
     HubSource | HttpSource | RsyncSource | LocalSource | DirectorySource | GeneratorSource,
     Field(discriminator="kind"),
 ]
-
-
-class Training(Entry):
-    """What a drafter was trained on, as far as it is known (docs/checkpoints.md, Drafters)."""
-
-    target: Text | None = None
-    """Name of the target it was trained for, an entry or not: another one is warned of."""
-    convention: Literal["input", "output", "engine-default", "unknown"] = "unknown"
-    """What its layer ids mean: the input or the output of the layer, or the ids the engines default to."""
-    layer_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
-    """As the trainer numbers them; unset: those in its config.json."""
-    accept_mismatch: bool = False
-    """Serve it with other layers than it was trained on, as to repeat an old measurement."""
-    notes: dict[str, int | float | str | bool] = {}
-    """What notes say of keys of its config.json: a difference is told, not refused."""
-
-    @model_validator(mode="after")
-    def _ids_have_a_meaning(self) -> Self:
-        if self.layer_ids and self.convention in ("unknown", "engine-default"):
-            raise ValueError("layer_ids need a convention: input or output")
-        return self
-
-
-class Provenance(Entry):
-    """How a drafter was made. Told, never judged."""
-
-    engine: Text | None = None
-    """The engine that extracted the hidden states, and its version."""
-    version: Text | None = None
-    dtype: Text | None = None
-    backend: Text | None = None
-    samples: Annotated[int, Field(ge=1)] | None = None
-    epochs: Annotated[int, Field(ge=1)] | None = None
-    epoch: Annotated[int, Field(ge=0)] | None = None
-    """Index of the epoch that was kept, counted from 0."""
-    start: Text | None = None
-    """What it was trained from."""
 
 
 class Checkpoint(Entry):

@@ -13,8 +13,8 @@ import pytest
 
 from rigctl.checkpoints import fit, overlay
 from rigctl.checkpoints.eagle3_conventions import KEY, Engine, default_ids, trained_input_ids
-from rigctl.checkpoints.fit import Training
 from rigctl.cli import main
+from rigctl.contract.served_checkpoints import Training
 from rigctl.errors import RigctlError
 
 HIDDEN, VOCAB, DRAFT_VOCAB, LAYERS, CONTEXT = 64, 512, 128, 61, 32768
@@ -147,13 +147,13 @@ PAIRS = [
         "output ids, nested, on SGLang",
         "fits",
         engine=SGLANG,
-        training=Training("kimi", "output"),
+        training=Training(target="kimi", convention="output"),
         drafter={"config": nested([1, 29, 57])},
     ),
     Pair(
         "input ids on top, vLLM",
         "fits",
-        training=Training("kimi", "input"),
+        training=Training(target="kimi", convention="input"),
         drafter={"config": {KEY: [3, 31, 59]}},
     ),
     Pair("MLA on vLLM 0.16", "refused", "does not know Eagle3DeepseekV2ForCausalLM", drafter={"mla": True}),
@@ -225,7 +225,7 @@ PAIRS = [
         "layer id outside",
         "refused",
         "outside the target's 61 layers",
-        training=Training("kimi"),
+        training=Training(target="kimi"),
         drafter={"config": {KEY: [2, 30, 61]}},
     ),
     Pair(
@@ -238,26 +238,26 @@ PAIRS = [
         "four ids for a join of three",
         "refused",
         "fc.weight joins 3 layers",
-        training=Training("kimi"),
+        training=Training(target="kimi"),
         drafter={"config": {KEY: [2, 30, 58, 60]}},
     ),
     Pair(
         "speculators 0.4 drafter with default ids: one off on vLLM",
         "refused",
         f'"{KEY}": [3, 31, 59]',
-        training=Training("kimi", "output", (2, 30, 58)),
+        training=Training(target="kimi", convention="output", layer_ids=[2, 30, 58]),
     ),
     Pair(
         "the same, to repeat an old measurement",
         "warns",
         "would take [2, 30, 58]",
-        training=Training("kimi", "output", (2, 30, 58), accept_mismatch=True),
+        training=Training(target="kimi", convention="output", layer_ids=[2, 30, 58], accept_mismatch=True),
     ),
     Pair(
         "nested ids that vLLM 0.16 does not read",
         "refused",
         "names none that it reads",
-        training=Training("kimi", "output"),
+        training=Training(target="kimi", convention="output"),
         drafter={"config": nested([2, 30, 58])},
     ),
     Pair(
@@ -265,11 +265,16 @@ PAIRS = [
         "refused",
         "would take [2, 30, 58]",
         engine=VLLM_NEW,
-        training=Training("kimi", "output"),
+        training=Training(target="kimi", convention="output"),
         drafter={"config": nested([2, 30, 58])},
     ),
-    Pair("unknown convention", "warns", "is not recorded", training=Training("kimi")),
-    Pair("K2 drafter on K2.5", "warns", "0.66x of the base", training=Training("kimi-k2", "engine-default")),
+    Pair("unknown convention", "warns", "is not recorded", training=Training(target="kimi")),
+    Pair(
+        "K2 drafter on K2.5",
+        "warns",
+        "0.66x of the base",
+        training=Training(target="kimi-k2", convention="engine-default"),
+    ),
     Pair(
         "short positions on SGLang",
         "warns",
@@ -294,7 +299,7 @@ PAIRS = [
         "notes that speak of 60 layers",
         "fits",
         "the notes say num_hidden_layers 60, the config says 1",
-        training=Training("kimi", "engine-default", notes={"num_hidden_layers": 60}),
+        training=Training(target="kimi", convention="engine-default", notes={"num_hidden_layers": 60}),
     ),
 ]
 
@@ -389,7 +394,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_verdict_agrees_with_the_acceptance_that_a_real_engine_showed(tiny: Path, tmp_path: Path) -> None:
-    training = Training("target-aux", "output", (2, 3, 4))
+    training = Training(target="target-aux", convention="output", layer_ids=[2, 3, 4])
 
     def verdict(drafter: Path) -> fit.Verdict:
         return fit.check(tiny / "target-aux", drafter, Engine("vllm", "0.32.0"), 1024, training)
@@ -407,6 +412,10 @@ def test_verdict_agrees_with_the_acceptance_that_a_real_engine_showed(tiny: Path
 
 def test_generated_drafter_with_a_short_vocabulary_fits(tiny: Path) -> None:
     verdict = fit.check(
-        tiny / "target-aux", tiny / "drafter-half", VLLM_NEW, 1024, Training("target-aux", "engine-default")
+        tiny / "target-aux",
+        tiny / "drafter-half",
+        VLLM_NEW,
+        1024,
+        Training(target="target-aux", convention="engine-default"),
     )
     assert verdict.word == "fits", verdict.lines()

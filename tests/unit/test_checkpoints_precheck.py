@@ -11,6 +11,7 @@ import pytest
 from rigctl.checkpoints import overlay, precheck
 from rigctl.checkpoints.eagle3_conventions import KEY
 from rigctl.cli import main
+from rigctl.contract.served_checkpoints import Training
 from rigctl.errors import RigctlError
 from rigctl.supervisor.specification import Specification
 from tests.unit.serving import checkpoint, drafter, fields, proved, specification
@@ -118,8 +119,8 @@ def test_code_that_no_manifest_lists_is_not_trusted(pair: Path) -> None:
 
 
 def test_an_unknown_key_of_a_training_is_refused() -> None:
-    with pytest.raises(RigctlError, match="training: unknown key 'layers'"):
-        precheck.training({"layers": [1]})
+    with pytest.raises(RigctlError, match='training: layers: there is no such key, did you mean "layer_ids"'):
+        Training.validated({"layers": [1]}, "training")
 
 
 def pair_of(pair: Path, **more: Any) -> precheck.Pair:

@@ -365,15 +365,14 @@ def _structure(arguments: argparse.Namespace) -> int:
 
 
 def _verdict(arguments: argparse.Namespace) -> Any:
-    from rigctl.checkpoints import eagle3_conventions, fit, paths, precheck
+    from rigctl.checkpoints import eagle3_conventions, fit, paths
+    from rigctl.contract.served_checkpoints import Training
 
     content = paths.read_json(arguments.training, "training") if arguments.training else {}
-    if not isinstance(content, dict):
-        raise RigctlError(f"{arguments.training} is not a JSON object")
     known = tuple(arguments.architectures.split(",")) if arguments.architectures else None
     engine = eagle3_conventions.Engine(arguments.engine, arguments.version, known)
     name = arguments.target_name
-    training = precheck.training(content)
+    training = Training.validated(content, f"training {arguments.training}")
     return fit.check(arguments.target, arguments.drafter, engine, arguments.context, training, name=name)
 
 

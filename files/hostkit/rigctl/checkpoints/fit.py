@@ -13,6 +13,7 @@ from rigctl.checkpoints import headers
 from rigctl.checkpoints.eagle3_conventions import MHA, MLA, SPECULATORS, Engine, trained_input_ids
 from rigctl.checkpoints.headers import BadFile, Tensor
 from rigctl.checkpoints.overlay import merged
+from rigctl.contract.served_checkpoints import Training
 from rigctl.errors import RigctlError
 
 FLOATS = ("BF16", "F16", "F32")
@@ -20,18 +21,6 @@ CONSEQUENCE = (
     "measured on Kimi-K2.5 with a K2 drafter: about 15 % of 5 drafted tokens accepted and 0.66x of the base "
     "throughput on vLLM 0.16, about 42 % on SGLang 0.5.9: measure it before you serve with it"
 )
-
-
-@dataclass(frozen=True)
-class Training:
-    """What the inventory records of a drafter: the target it was trained for, its layer ids, what notes say.
-    `accept_mismatch`: known to be one off and wanted so (to repeat an old measurement)."""
-
-    target: str | None = None
-    convention: str = "unknown"
-    layer_ids: tuple[int, ...] | None = None
-    accept_mismatch: bool = False
-    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -264,7 +253,7 @@ def _layers(verdict: Verdict, main: Model, draft: Model, engine: Engine, trainin
 def _conventions(  # noqa: PLR0913 the facts that decide
     verdict: Verdict, draft: Model, engine: Engine, training: Training, *, count: int, why: str
 ) -> None:
-    ids = list(training.layer_ids) if training.layer_ids else _written_ids(draft)
+    ids = training.layer_ids or _written_ids(draft)
     verdict.trained = trained_input_ids(training.convention, ids, count)
     if verdict.trained is None:
         verdict.warn.append(

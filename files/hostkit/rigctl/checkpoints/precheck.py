@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 from rigctl.checkpoints import overlay, record
 from rigctl.checkpoints.eagle3_conventions import Engine
-from rigctl.checkpoints.fit import Training, Verdict, check, read_model
+from rigctl.checkpoints.fit import Verdict, check, read_model
 from rigctl.checkpoints.manifest import FileHasher, walk
 from rigctl.checkpoints.record import Record
 from rigctl.checkpoints.verify import hash_file
+from rigctl.contract.served_checkpoints import Training
 from rigctl.errors import RigctlError
 
 
@@ -124,7 +125,7 @@ def verdict(specification: Using, drafter: Path, written: Mapping[str, Any] | No
             f"{target}/config.json names no max_position_embeddings: set context_length in serving.yaml and deploy"
         )
     engine = Engine(specification.engine, used["version"])
-    trained = training(used["training"])
+    trained = Training.validated(used["training"] or {}, "training")
     return check(target, drafter, engine, context, trained, name=used["target"], written=written)
 
 
@@ -151,22 +152,6 @@ def judge(pair: Pair, *, write: bool) -> dict[str, Any]:
     except RigctlError as error:
         found["error"] = str(error)
     return found
-
-
-def training(content: Mapping[str, Any] | None) -> Training:
-    """A drafter's training as the catalogue (or --training) has it. Raises RigctlError for an unknown key."""
-    content = content or {}
-    unknown = set(content) - {"target", "convention", "layer_ids", "accept_mismatch", "notes"}
-    if unknown:
-        raise RigctlError(f"training: unknown key {sorted(unknown)[0]!r}")
-    ids = content.get("layer_ids")
-    return Training(
-        target=content.get("target"),
-        convention=content.get("convention", "unknown"),
-        layer_ids=tuple(ids) if ids else None,
-        accept_mismatch=bool(content.get("accept_mismatch", False)),
-        notes=content.get("notes") or {},
-    )
 
 
 def _used(specification: Using) -> Iterator[tuple[str, Path]]:

@@ -29,6 +29,14 @@ class Part(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    @classmethod
+    def validated(cls, document: object, where: str) -> Self:
+        """Validate a JSON value. Raises ContractError, naming `where` and the field of each fault."""
+        try:
+            return cls.model_validate(document)
+        except ValidationError as error:
+            raise ContractError("; ".join(f"{where}: {fault}" for fault in faults(error, cls))) from None
+
 
 class Order(Part):
     """A document that one program writes and the other reads.
@@ -66,10 +74,7 @@ class Order(Part):
                 current = {**cls.upgrades[step](current), "format": step + 1}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ContractError(f"{where}: not an order of format {written} ({error!r}): deploy again") from None
-        try:
-            return cls.model_validate(current)
-        except ValidationError as error:
-            raise ContractError("; ".join(f"{where}: {fault}" for fault in faults(error, cls))) from None
+        return cls.validated(current, where)
 
     @classmethod
     def read(cls, path: Path) -> Self:
