@@ -1,6 +1,8 @@
 """Base: the deploy lock, packages, the service user, directories, secrets."""
 
+from pyinfra import host
 from pyinfra.api import deploy
+from pyinfra.api.exceptions import PyinfraError
 
 from rig.artifacts.rollback_states import state_of
 from rig.operations import receipt, rollback_states
@@ -10,6 +12,7 @@ from rig.operations.system import packages, system_user
 from rig.plan.current import current_plan, operator_secret
 from rig.plan.host_plan import HostPlan
 from rigctl.contract import layout
+from rigctl.contract.order import ContractError
 
 SYSUSERS = "/etc/sysusers.d/kimi-rig.conf"
 
@@ -36,7 +39,11 @@ def base(plan: HostPlan) -> None:
     deploy_lock(name="Hold the deploy lock")
     receipt.readable(name="Look for a newer version")
     again = plan.data.roll_forward == "yes"
-    rollback_states.wanted(name="Respect a rollback", record=state_of(plan), roll_forward=again)
+    try:
+        state = state_of(plan)
+    except ContractError as error:
+        raise PyinfraError(f"{host.name}: {error}") from None
+    rollback_states.wanted(name="Respect a rollback", record=state, roll_forward=again)
     packages(name="Install packages", names=plan.packages)
     present(name="Make directories", entries=base_paths(plan))
     system_user(name=f"Create user {plan.data.service_user}", user=plan.data.service_user, declaration=SYSUSERS)

@@ -6,7 +6,7 @@ from pyinfra import host
 from pyinfra.api import deploy
 from pyinfra.api.exceptions import PyinfraError
 
-from rig.artifacts.rollback_states import FORMAT, NoState, left_behind, state_file, target
+from rig.artifacts.rollback_states import FORMAT, NoState, known_as, left_behind, state_file, target
 from rig.catalog.entries import Kernel
 from rig.facts.state import JsonFile, Lines
 from rig.operations import rollback_states, system
@@ -15,6 +15,7 @@ from rig.operations.files import File, present
 from rig.operations.kernel_wheels import kernel
 from rig.plan.current import check_privilege
 from rigctl.contract import layout
+from rigctl.contract.order import ContractError
 
 
 def chosen_state() -> tuple[dict[str, Any], list[str]]:
@@ -55,6 +56,10 @@ def kernels_restored(state: dict[str, Any]) -> None:
 @deploy("Rollback")
 def rollback(state: dict[str, Any], left: list[str]) -> None:
     units = [layout.unit_name(name) for name in state["units"]]
+    try:
+        digests = known_as(state)
+    except ContractError as error:
+        raise PyinfraError(f"{host.name}: state {state['id']} cannot come back: {error}") from None
     deploy_lock(name="Hold the deploy lock")
     rollback_states.restorable(name="Look for its environments", record=state)
     kernels_restored(state)
@@ -64,7 +69,7 @@ def rollback(state: dict[str, Any], left: list[str]) -> None:
     system.retired_units(name="Remove units it does not have", keep=[*units, layout.FALLBACK_UNIT])
     system.units_loaded(name="Load units into systemd", units=units, files=files)
     restart = host.data.get("restart") or "never"
-    system.running_current(name="Bring running services back", digests=state["units"], restart=restart)
+    system.running_current(name="Bring running services back", digests=digests, restart=restart)
     rollback_states.returned(name="Write it down", record=state, left=left)
 
 

@@ -21,7 +21,7 @@ def units(plan: HostPlan) -> None:
     system.retired_units(name="Remove units of removed configurations", keep=[*names, layout.FALLBACK_UNIT])
     system.units_loaded(name="Load units into systemd", units=names, files=files)
     system.enabled_at_boot(name="Choose what starts at boot", wanted=boot, units=names)
-    digests = {name: run_specification(plan, name)["digest"] for name in plan.serving}
+    digests = {name: run_specification(plan, name).known_as for name in plan.serving}
     system.running_current(name="Bring running services up to date", digests=digests, restart=plan.data.restart)
     paths = [env.path for env in plan.environments.values()]
     rollback_states.pruned(name="Remove environments that nothing needs", ml_env=plan.data.ml_env, current=paths)

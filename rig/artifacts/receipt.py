@@ -32,7 +32,7 @@ def receipt_items(plan: HostPlan, hostkit: str) -> dict[str, dict[str, Any]]:
             "source": checkpoint.source.model_dump(exclude_none=True),
         }
     for name in plan.serving:
-        items[f"unit/{layout.unit_name(name)}"] = {"digest": run_specification(plan, name)["digest"]}
+        items[f"unit/{layout.unit_name(name)}"] = {"digest": run_specification(plan, name).digest}
     return items
 
 

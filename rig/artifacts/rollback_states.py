@@ -20,6 +20,7 @@ from rig.artifacts.receipt import receipt_items
 from rig.artifacts.units import run_specification, unit_files
 from rig.plan.host_plan import HostPlan, canonical_digest
 from rigctl.contract import layout
+from rigctl.contract.run_specification import RunSpecification
 
 FORMAT = 1
 
@@ -44,13 +45,21 @@ def state_of(plan: HostPlan) -> dict[str, Any]:
     content: dict[str, Any] = {
         "format": FORMAT,
         "environments": {name: env.path for name, env in plan.environments.items()},
-        "units": {name: run_specification(plan, name)["digest"] for name in plan.serving},
+        "units": {name: run_specification(plan, name).digest for name in plan.serving},
         "files": dict(unit_files(plan)),
         "kernels": libraries,
         "kernel_files": {path: text.decode() for path, text in kernel_files(plan).items()},
         "items": {key: item for key, item in items.items() if of_state(key)},
     }
     return {"id": canonical_digest(content)[:12], **content}
+
+
+def known_as(state: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Configuration -> every digest of its unit. The state may be of an earlier version. Raises ContractError."""
+    paths = {name: layout.specification_path(name) for name in state["units"]}
+    return {
+        name: RunSpecification.parse_text(state["files"].get(path, ""), path).known_as for name, path in paths.items()
+    }
 
 
 def of_state(item: str) -> bool:

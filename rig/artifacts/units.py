@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
+from hashlib import sha256
 from typing import Any
 
 from jinja2 import Environment as Jinja
 from jinja2 import FileSystemLoader, StrictUndefined
 
+from rig.artifacts import format_0
 from rig.artifacts.kernel_orders import toolkit
-from rig.catalog.entries import ROOT, Configuration
+from rig.catalog.entries import ROOT, Configuration, Source
 from rig.host.settings import HostSettings
 from rig.plan.command_lines import command_line, served_model_name
 from rig.plan.host_plan import HostPlan, canonical_digest
 from rigctl.contract import layout
+from rigctl.contract.run_specification import LiveSettings, RunSpecification
+from rigctl.contract.served_checkpoints import ServedCheckpoints
 
 _JINJA = Jinja(
     loader=FileSystemLoader(ROOT / "templates"),
@@ -54,19 +57,20 @@ ONE_HOST = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_I
 _JINJA.filters["systemd_quote"] = systemd_quote
 
 
-def run_specification(plan: HostPlan, name: str) -> dict[str, Any]:
-    """What `rigctl serve` needs besides the engine's argv, which the unit carries. The digest covers both."""
+@cache
+def run_specification(plan: HostPlan, name: str) -> RunSpecification:
+    """What `rigctl serve` needs besides the engine's argv, which the unit carries. Raises ContractError."""
     configuration = plan.serving[name]
-    release = plan.environments[configuration.release].release
-    at = plan.locations(configuration)
-    speculation = configuration.speculation
-    specification: dict[str, Any] = {
+    environment = plan.environments[configuration.release]
+    release, speculation = environment.release, configuration.speculation
+    at, unit = plan.locations(configuration), unit_file(plan, name)
+    content = {
         "name": name,
         "description": configuration.description,
+        "family": None,
         "engine": release.engine,
         "release": configuration.release,
-        "host": configuration.listen.host,
-        "port": configuration.listen.port,
+        "endpoints": [configuration.listen.model_dump(include={"host", "port"})],
         "model": served_model_name(configuration, at),
         "tool_call_parser": configuration.tool_call_parser,
         "reasoning_parser": configuration.reasoning_parser,
@@ -74,56 +78,94 @@ def run_specification(plan: HostPlan, name: str) -> dict[str, Any]:
         "gpus": configuration.gpus,
         "target_path": at.target,
         "drafter_path": at.drafter,
-        "environment_path": plan.environments[configuration.release].path,
-        "series": plan.environments[configuration.release].series_on_host,
-        "speculation": None
-        if speculation is None
-        else {
+        "environment_path": environment.path,
+        "series": environment.series_on_host,
+        "speculation": speculation
+        and {
+            "method": "eagle3",
             "drafter": speculation.drafter,
             "steps": speculation.steps,
             "draft_tokens": speculation.draft_tokens or speculation.steps + 1,
             "break_even_length": speculation.break_even_length,
         },
         "checkpoints": used_checkpoints(plan, configuration),
-        "harmless_log": list(release.harmless_log),
+        "harmless_log": release.harmless_log,
         "drain": release.drain,
         "rate_counts_bonus": release.rate_counts_bonus,
-        "limits": plan.data.supervision.model_dump(exclude={"shared_memory"}),
-        # The unit carries argv, environment and sandbox.
-        "unit_digest": hashlib.sha256(unit_file(plan, name).encode()).hexdigest(),
+        "limits": plan.data.supervision,
+        "host_settings": live_settings(plan.settings),
+        "unit_digest": sha256(unit.encode()).hexdigest(),
+        "digest": "to be computed",
+        "same_as": [],
     }
-    sources = [plan.checkpoints[used].source.model_dump() for used in _checkpoints_of(configuration)]
-    return {
-        **specification,
-        "digest": canonical_digest({**specification, "sources": sources}),
-        # Looked at before a start; an engine that runs need not restart for them.
-        "host_settings": host_settings(plan.settings),
-    }
+    order = RunSpecification.validated(content, f"serving.{name}")
+    sources = [plan.checkpoints[used].source for used in _checkpoints_of(configuration)]
+    digests = {"digest": digest(order, unit, sources), "same_as": [format_0.digest(order, sources)]}
+    return order.model_copy(update=digests)
 
 
-def host_settings(settings: HostSettings) -> dict[str, Any]:
+def digest(order: RunSpecification, unit: str, sources: Sequence[Source]) -> str:
+    """Another digest: a restart of the unit would change what runs.
+
+    It covers what a running engine and its supervisor were started with. The names are this function's own, so that a
+    format with other keys says the same; what is unset has none, so that a key which a later format adds changes
+    nothing until it is used. What systemd takes over from a unit without a restart is left out.
+    """
+    used, drafts, trained = order.checkpoints, order.speculation, order.checkpoints.training
+    limits = order.limits.model_dump(exclude={"shared_memory"})  # that is in the unit
+    service = unit.partition("[Service]")[2].partition("[Install]")[0].splitlines()
+    content = {
+        "service": [line for line in service if line and not line.startswith("#")],
+        "family": order.family,
+        "engine": order.engine,
+        "endpoints": [endpoint.address for endpoint in order.endpoints],
+        "model": order.model,
+        "parsers": [order.tool_call_parser, order.reasoning_parser],
+        "api key": order.api_key,
+        "gpus": order.gpus,
+        "paths": [order.target_path, order.drafter_path, order.environment_path, order.series],
+        "speculation": drafts
+        and [drafts.method, drafts.drafter, drafts.steps, drafts.draft_tokens, drafts.break_even_length],
+        "checkpoints": [used.target, used.drafter, used.version, used.context, used.trust_remote_code],
+        "training": trained
+        and [trained.target, trained.convention, trained.layer_ids, trained.accept_mismatch, trained.notes],
+        "log": order.harmless_log,
+        "end": [order.drain, order.rate_counts_bonus],
+        "limits": sorted((name, float(value)) for name, value in limits.items()),
+        "sources": [_origin(source) for source in sources],
+    }
+    return canonical_digest({name: value for name, value in content.items() if value is not None})
+
+
+def _origin(source: Source) -> list[Any]:
+    """What decides the content of a checkpoint: a mirror or another way of transfer does not."""
+    keys = ("repository", "revision", "url", "host", "path", "generator", "include", "exclude")
+    return [getattr(source, key, None) for key in keys]
+
+
+def live_settings(settings: HostSettings) -> LiveSettings:
     """What the supervisor looks for on the running host before it starts an engine."""
-    return {
-        "kernel_arguments": list(settings.kernel_arguments),
-        "module_options": {module: dict(options) for module, options in settings.module_options.items()},
-        "sysctls": dict(settings.sysctls),
-        "governor": settings.governor,
-        "disk_scheduler": dict(settings.disk_scheduler),
-        "power_limit_w": settings.power_limit_w,
-    }
+    return LiveSettings(
+        kernel_arguments=list(settings.kernel_arguments),
+        module_options={module: dict(options) for module, options in settings.module_options.items()},
+        sysctls=dict(settings.sysctls),
+        governor=settings.governor,
+        disk_scheduler=dict(settings.disk_scheduler),
+        power_limit_w=settings.power_limit_w,
+    )
 
 
-def used_checkpoints(plan: HostPlan, configuration: Configuration) -> dict[str, Any]:
+def used_checkpoints(plan: HostPlan, configuration: Configuration) -> ServedCheckpoints:
     """What the pre-checks of a unit need to know of its checkpoints."""
     speculation = configuration.speculation
-    return {
-        "target": configuration.target,
-        "drafter": plan.derived_from.get(speculation.drafter, speculation.drafter) if speculation else None,
-        "version": plan.environments[configuration.release].release.version,
-        "context": configuration.context_length,
-        "trust_remote_code": configuration.trust_remote_code,
-        "training": plan.checkpoints[speculation.drafter].training.model_dump() if speculation else None,
-    }
+    return ServedCheckpoints(
+        target=configuration.target,
+        drafter=plan.derived_from.get(speculation.drafter, speculation.drafter) if speculation else None,
+        version=plan.environments[configuration.release].release.version,
+        context=configuration.context_length,
+        trust_remote_code=configuration.trust_remote_code,
+        training=plan.checkpoints[speculation.drafter].training if speculation else None,
+    )
 
 
 def pairs(plan: HostPlan) -> list[dict[str, Any]]:
@@ -143,7 +185,7 @@ def pairs(plan: HostPlan) -> list[dict[str, Any]]:
                 "target_path": at.target,
                 "drafter_path": at.drafter,
                 "checkpoint_path": plan.checkpoint_paths[configuration.speculation.drafter],
-                "checkpoints": used_checkpoints(plan, configuration),
+                "checkpoints": used_checkpoints(plan, configuration).model_dump(),
                 "environment": allowed,
             }
         )
@@ -182,6 +224,7 @@ def conflicts(plan: HostPlan, name: str) -> list[str]:
     )
 
 
+@cache
 def unit_file(plan: HostPlan, name: str) -> str:
     """The text of kimi-<name>.service."""
     unit = layout.unit_name(name)
@@ -206,11 +249,11 @@ def unit_file(plan: HostPlan, name: str) -> str:
         # Stop jobs run before start jobs between ordered units whichever way the order points (systemd.unit(5)).
         after=[other for other in others if other < unit],
         rigctl=layout.RIGCTL,
-        specification=f"{layout.CONFIGURATIONS}/{name}.json",
+        specification=layout.specification_path(name),
         argv=command_line(configuration, release, plan.locations(configuration), limits.drain_seconds),
         environment=[systemd_assignment(key, value) for key, value in sorted(environment.items())],
         cache_name=f"{layout.CACHE.removeprefix('/var/cache/')}/{name}",
-        api_key=f"{layout.CREDENTIALS}/api-key" if plan.data.api_key_file else None,
+        api_key=layout.API_KEY if plan.data.api_key_file else None,
         device_allow=plan.settings.device_allow,
         fallback=layout.FALLBACK_UNIT.replace("@", f"@{name}"),
         stop_seconds=limits.drain_seconds + limits.stop_seconds + 30,
@@ -262,15 +305,10 @@ def fallback_unit() -> str:
     return _JINJA.get_template("kimi-fallback.service.j2").render(mark=layout.UNIT_MARK, rigctl=layout.RIGCTL)
 
 
-def specification_file(plan: HostPlan, name: str) -> str:
-    """The text of /etc/kimi-rig/configurations/<name>.json."""
-    return json.dumps(run_specification(plan, name), indent=2, ensure_ascii=False, sort_keys=True) + "\n"
-
-
 def unit_files(plan: HostPlan) -> Mapping[str, str]:
     """Absolute path -> text of every unit and run specification of a host."""
     files: dict[str, str] = {f"{layout.UNITS}/{layout.FALLBACK_UNIT}": fallback_unit()}
     for name in plan.serving:
         files[f"{layout.UNITS}/{layout.unit_name(name)}"] = unit_file(plan, name)
-        files[f"{layout.CONFIGURATIONS}/{name}.json"] = specification_file(plan, name)
+        files[layout.specification_path(name)] = run_specification(plan, name).text()
     return files

@@ -206,6 +206,6 @@ def host_sweep(plan: HostPlan, name: str, sweep: Sweep, configurations: Sequence
         "cells": cells,
         "prompts": {sweep.prompts: prompt_texts(sweep.prompts)} if sweep.prompts != SYNTHETIC else {},
     }
-    started_as = {c: run_specification(plan, c)["digest"] for c in configurations}
+    started_as = {c: run_specification(plan, c).digest for c in configurations}
     identity = canonical_digest({"document": document, "started_as": started_as})[:12]
     return HostSweep(f"{name}-{identity}", name, {"id": f"{name}-{identity}", **document}, skipped)

@@ -38,7 +38,6 @@ section receipt; cat {layout.RECEIPT}
 section rigctl; {layout.RIGCTL} status --json
 section state; cat {layout.PRESENT_STATE}
 section pending; cat {layout.REBOOT_PENDING}
-section specifications; cat {layout.CONFIGURATIONS}/*.json | tr -d '\\n'
 section missing; while read -r kind name; do case $kind in file|link|tree)
 [ -e "$name" ] || [ -L "$name" ] || echo "$name";; esac; done < {layout.CREATED}
 exit 0
@@ -85,8 +84,8 @@ def read_status(name: str, data: Mapping[str, Any], output: str) -> HostStatus:
     receipt = _json(sections.get("receipt", ""))
     if not isinstance(receipt, dict):
         return HostStatus(name)
-    rows = [row for row in _json(sections.get("rigctl", "")) or [] if row["state"] not in ("inactive", "failed")]
-    serving = rows[0] if rows else {}
+    rows = _json(sections.get("rigctl", ""))
+    serving: Mapping[str, Any] = next((row for row in rows or [] if row["state"] not in ("inactive", "failed")), {})
     accepted = serving.get("accepted_at")
     present = _json(sections.get("state", ""))
     return HostStatus(
@@ -97,28 +96,27 @@ def read_status(name: str, data: Mapping[str, Any], output: str) -> HostStatus:
         accepted_since=f"{datetime.fromtimestamp(accepted, UTC):%Y-%m-%d %H:%M} UTC" if accepted else None,
         acceptance_length=serving.get("acceptance_length"),
         deployed=f"{receipt.get('version')} at {receipt.get('at')}",
-        drift=_drift(data, sections, receipt, serving),
+        drift=_drift(data, sections, receipt, rows),
         rolled_back=rollback_text(present) if rolled_back(present) else "",
         reboot_pending="; ".join(sections.get("pending", "").split("\n")),
     )
 
 
 def _drift(
-    data: Mapping[str, Any], sections: Mapping[str, str], receipt: Mapping[str, Any], serving: Mapping[str, Any]
+    data: Mapping[str, Any], sections: Mapping[str, str], receipt: Mapping[str, Any], rows: Sequence[Any] | None
 ) -> list[str]:
+    """rows: what `rigctl status` says of each configuration; None when it does not answer."""
     plan = host_plan(data, sections.get("system", ""), HostSettings())
     wanted = receipt_items(plan, hostkit_path(plan))
     found = receipt.get("items", {})
     differs = [key for key in sorted({*wanted, *found}) if not _same(key, wanted.get(key), found.get(key))]
-    digests = {entry["name"]: entry["digest"] for entry in _documents(sections.get("specifications", ""))}
-    for name, digest in digests.items():
-        item = found.get(f"unit/{layout.unit_name(name)}")
-        if item and item.get("digest") != digest:
-            differs.append(f"unit/{layout.unit_name(name)}")
+    digests = {f"unit/{layout.unit_name(row['name'])}": row["digest"] for row in rows or [] if row.get("digest")}
+    differs += [unit for unit, digest in digests.items() if unit in found and found[unit].get("digest") != digest]
     lines = [f"a deploy would change {', '.join(dict.fromkeys(differs))}"] if differs else []
     lines += [f"{path} is missing" for path in sections.get("missing", "").splitlines() if path]
-    lines += [f"{serving['name']} is stale"] if serving.get("stale") else []
-    lines += ["rigctl does not answer"] if _json(sections.get("rigctl", "")) is None else []
+    lines += [f"{row['name']} is stale" for row in rows or [] if row.get("stale")]
+    lines += [f"{row['name']}: {row['status']}" for row in rows or [] if "digest" in row and row["digest"] is None]
+    lines += ["rigctl does not answer"] if rows is None else []
     return lines
 
 
@@ -139,18 +137,6 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return None
-
-
-def _documents(text: str) -> list[dict[str, Any]]:
-    """JSON objects written one after another."""
-    decoder, found, at = json.JSONDecoder(), [], 0
-    while at < len(text):
-        try:
-            document, at = decoder.raw_decode(text, at)
-        except ValueError:
-            break
-        found.append(document)
-    return found
 
 
 def ask(name: str, data: Mapping[str, Any]) -> HostStatus:

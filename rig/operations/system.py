@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from pyinfra import host, logger
@@ -121,10 +121,10 @@ def retired_units(keep: Sequence[str]) -> Commands:
 
 
 @operation()
-def running_current(digests: dict[str, str], restart: str) -> Commands:
+def running_current(digests: Mapping[str, Collection[str]], restart: str) -> Commands:
     """A running service runs what is on disk, or is told to be stale.
 
-    digests: configuration -> digest of its run specification. The running service wrote the digest it was started
+    digests: configuration -> every digest of its run specification. The running service wrote those it was started
     with to /run/kimi-rig/<configuration>/started.json, so a restart that an earlier deploy owed is never lost, whatever
     failed since. restart "never" leaves a stale service running (`rigctl status` and verification show it); "now"
     restarts it without waiting for the load; "when-idle" leaves a unit behind that does so once no request runs.
@@ -133,7 +133,7 @@ def running_current(digests: dict[str, str], restart: str) -> Commands:
         Lines, script='for f in /run/kimi-rig/*/started.json; do d=${f%/*}; echo "${d##*/} $(cat $f)"; done'
     )
     running = dict(line.split(" ", 1) for line in started if " " in line)
-    outdated = {name for name, text in running.items() if name in digests and digests[name] not in text}
+    outdated = {name for name, text in running.items() if not any(one in text for one in digests.get(name, [""]))}
     # A checkpoint that was replaced where it lies changes no digest of the plan.
     told = host.get_fact(Lines, script=f"{layout.RIGCTL} status --json 2>/dev/null")
     outdated |= {row["name"] for row in json.loads("\n".join(told) or "[]") if row["stale"]}

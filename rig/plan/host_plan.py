@@ -31,7 +31,6 @@ from rig.catalog.entries import (
     load_catalog,
     overlapping,
 )
-from rig.catalog.supervision import Supervision
 from rig.catalog.yaml_source import CatalogError
 from rig.facts.host import HostFacts
 from rig.host.cuda_toolkit import toolkit_for
@@ -40,6 +39,7 @@ from rig.host.system_files import HostFileError, host_files
 from rig.host.topology import Decision, TopologyError, decide
 from rig.plan.command_lines import Locations
 from rigctl.contract import layout
+from rigctl.contract.limits import Limits
 from rigctl.contract.order import nearest
 
 # The interpreter of each supported distribution (os-release ID-VERSION_ID), known before anything is installed.
@@ -74,7 +74,7 @@ class HostData(BaseModel):
     service_user: Annotated[str, AfterValidator(_service_user)]
     enable_at_boot: str | None = None
     restart: Literal["never", "when-idle", "now"] = "never"
-    supervision: Supervision = Supervision()
+    supervision: Limits = Limits()
     api_key_file: Text | None = None
     hub_token_file: Text | None = None
     host_overrides: dict[str, str | None] = {}
@@ -117,9 +117,12 @@ class Environment:
         return f"{layout.PATCHES}/{self.name}" if self.release.patches else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HostPlan:
-    """What a host shall have. Paths are absolute paths on the host."""
+    """What a host shall have. Paths are absolute paths on the host.
+
+    Never changed, and equal to itself alone: what is made of a plan is kept by it (rig/artifacts/units.py).
+    """
 
     data: HostData
     distribution: str

@@ -23,12 +23,12 @@ import pytest
 
 from rig.artifacts.units import unit_files
 from rig.catalog.entries import ROOT, Checkpoint, Configuration, GeneratorSource, Listen, Release, Speculation
-from rig.catalog.supervision import Supervision
 from rig.host.settings import HostSettings
 from rig.operations.hostkit import hostkit_path
 from rig.plan.host_plan import Environment, HostPlan, host_plan
 from rig.sandbox import Box
 from rigctl.contract import layout
+from rigctl.contract.limits import Limits
 from tests.sandbox.conftest import DeployBox, bare_box, engine_port
 from tests.unit.serving import checkpoint, drafter
 
@@ -36,7 +36,7 @@ __all__ = ["bare_box", "engine_port"]
 
 PORT = int(os.environ.get("KIMI_RIG_DRILL_PORT", "18100"))
 HOME = "/opt/kimi-rig-drill"
-QUICK = Supervision(
+QUICK = Limits(
     sample_seconds=0.2,
     watch_seconds=0.5,
     watch_answer_seconds=0.5,
@@ -96,7 +96,7 @@ class DrillBox:
             command = f"{layout.RIGCTL} checkpoints adopt {name} --spec {HOME}/{name}.json"
             self.ssh(command)
 
-    def plan(self, supervision: Supervision = QUICK, **configurations: dict[str, Any]) -> HostPlan:
+    def plan(self, supervision: Limits = QUICK, **configurations: dict[str, Any]) -> HostPlan:
         """Units drill-a, drill-b, ... keys of `configurations`: what each has beside the defaults."""
         data = host_data("all")
         key = any(more.pop("key", False) for more in configurations.values())
@@ -146,12 +146,12 @@ class DrillBox:
         """The stand-in of drill-<name> reads them with its next request."""
         self.path(self.faults(name)).write_text(json.dumps(what))
 
-    def install(self, supervision: Supervision = QUICK, **configurations: dict[str, Any]) -> HostPlan:
+    def install(self, supervision: Limits = QUICK, **configurations: dict[str, Any]) -> HostPlan:
         """Write the units and let systemd read them; nothing of an earlier test is left."""
         self.clear()
         return self.change(supervision, **configurations)
 
-    def change(self, supervision: Supervision = QUICK, **configurations: dict[str, Any]) -> HostPlan:
+    def change(self, supervision: Limits = QUICK, **configurations: dict[str, Any]) -> HostPlan:
         """The same beside what runs, as a deploy does."""
         plan = self.plan(supervision, **configurations)
         for path, text in unit_files(plan).items():
@@ -309,6 +309,6 @@ def _processes(drill: DrillBox, pid: int | None) -> list[int]:
     return found
 
 
-def slower(**more: Any) -> Supervision:
+def slower(**more: Any) -> Limits:
     """The drill's thresholds but those given."""
-    return Supervision(**{**QUICK.model_dump(), **more})
+    return Limits(**{**QUICK.model_dump(), **more})

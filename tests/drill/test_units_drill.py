@@ -231,7 +231,7 @@ def test_a_deploy_restarts_what_is_stale_only_as_it_is_told(box: DrillBox) -> No
 
     def deployed(restart: str, plan: HostPlan) -> tuple[str, str]:
         """The main process before and after the deploy's last step."""
-        digests = {"drill-a": run_specification(plan, "drill-a")["digest"]}
+        digests = {"drill-a": run_specification(plan, "drill-a").known_as}
         before = box.ssh("systemctl show -P MainPID kimi-drill-a")
         box.operation(f"running_current(name='Restart', digests={digests!r}, restart={restart!r})")
         return before, box.ssh("systemctl show -P MainPID kimi-drill-a")

@@ -41,15 +41,16 @@ from rig.bench.collect import to_result
 from rig.bench.sweeps import find_sweep, generator_path, host_sweep
 from rig.bench.variants import derive
 from rig.catalog.entries import Configuration, Listen
-from rig.catalog.supervision import Supervision
 from rig.cli.converge import pyinfra
 from rig.operations.benchmark import generator_environment
 from rig.plan.host_plan import HostPlan, plan_from_facts
 from rigctl.contract import layout
+from rigctl.contract.limits import Limits
+from rigctl.json_files import read_json
 from rigctl.nvidia_smi import nvidia_smi
 from rigctl.supervisor.activity import gpu_memory
 from rigctl.supervisor.engine_client import Engine, Speculation
-from rigctl.supervisor.specification import named, read_json
+from rigctl.supervisor.specification import named
 from rigctl.tiny_kimi.automaton import CHAT, CONTENT
 from rigctl.tiny_kimi.prediction import predict_counters
 from tests.gpu import standin_systemd as units
@@ -81,9 +82,7 @@ SHORT = {
     "sglang-eagle3-custom": "always",
     "sglang-eagle3-custom-current": "half",
 }
-SUPERVISION = Supervision(
-    sample_seconds=2, drain_seconds=10, stop_seconds=30, restart_delay_seconds=2, gpu_wait_seconds=90
-)
+SUPERVISION = Limits(sample_seconds=2, drain_seconds=10, stop_seconds=30, restart_delay_seconds=2, gpu_wait_seconds=90)
 HOLD_MIB = 8192
 HOLD = """
 import sys, torch

@@ -12,7 +12,7 @@ import pytest
 from rig.artifacts.checkpoint_orders import checkpoint_files
 from rig.artifacts.kernel_orders import kernel_files, kernels
 from rig.artifacts.receipt import receipt_items
-from rig.artifacts.rollback_states import of_state, rollback_text, rolled_back
+from rig.artifacts.rollback_states import known_as, of_state, rollback_text, rolled_back
 from rig.artifacts.units import conflicts, pairs
 from rig.catalog.entries import ROOT, GeneratorSource
 from rig.host.settings import ACS_UNIT
@@ -191,8 +191,8 @@ def test_what_runs(target: Target, configuration: str, remarks: list[str]) -> No
             remarks.append(f"{target.name}: {unit} starts at boot and is {properties['ActiveState']}")
         return
     started = json_of(target.host, f"/run/kimi-rig/{configuration}/started.json")
-    digest = target.state["units"][configuration]
-    assert started["digest"] == digest, (
+    started_as = {started["digest"], *started.get("same_as", [])}
+    assert started_as.intersection(known_as(target.state)[configuration]), (
         f"{unit} is stale, it was started before the last deploy: `systemctl restart {unit}` takes the deploy over"
     )
     [row] = [row for row in json.loads(run(target.host, "rigctl status --json")) if row["name"] == configuration]

@@ -14,28 +14,32 @@ from pathlib import Path
 from typing import Any
 
 from rig.catalog.entries import ROOT
-from rig.catalog.supervision import Supervision
 from rigctl.checkpoints import record
 from rigctl.checkpoints.verify import manifest_of
-from rigctl.supervisor.specification import Limits, Specification
+from rigctl.contract.limits import Limits
+from rigctl.contract.served_checkpoints import Training
+from rigctl.supervisor.specification import Specification
 
+EAGLE3 = {"method": "eagle3", "drafter": "d", "steps": 3, "draft_tokens": 4, "break_even_length": None}
 STANDIN = ROOT / "tests" / "standin.py"
 
 
 def limits(**more: Any) -> dict[str, Any]:
     """The defaults of every threshold but those given."""
-    return {**Supervision().model_dump(exclude={"shared_memory"}), "minimum_disk_mib": 1, "minimum_shm_mib": 0, **more}
+    return {**Limits().model_dump(), "minimum_disk_mib": 1, "minimum_shm_mib": 0, **more}
 
 
 def fields(**more: Any) -> dict[str, Any]:
-    """The content of a run specification."""
+    """The content of a run specification. port: of its one endpoint."""
+    endpoint = {"host": "127.0.0.1", "port": more.pop("port", None) or free_port()}
     content: dict[str, Any] = {
+        "format": 1,
         "name": "drill",
         "description": "",
         "engine": "vllm",
         "release": "stand-in",
-        "host": "127.0.0.1",
-        "port": free_port(),
+        "family": None,
+        "endpoints": [endpoint],
         "model": "stand-in",
         "api_key": False,
         "gpus": [],
@@ -53,14 +57,14 @@ def fields(**more: Any) -> dict[str, Any]:
         },
         "tool_call_parser": "kimi_k2",
         "reasoning_parser": "kimi_k2",
-        "speculation": {"drafter": "d", "steps": 3, "draft_tokens": 4, "break_even_length": None},
+        "speculation": EAGLE3,
         "checkpoints": {
             "target": "target",
             "drafter": "drafter",
             "version": "0.33.0",
             "context": 1024,
             "trust_remote_code": False,
-            "training": {"convention": "engine-default"},
+            "training": Training(convention="engine-default").model_dump(),
         },
         "harmless_log": ["cannot import name 'SparseMatrix'"],
         "drain": "flag",
@@ -68,13 +72,13 @@ def fields(**more: Any) -> dict[str, Any]:
         "limits": limits(),
         "unit_digest": "",
         "digest": "d" * 64,
+        "same_as": [],
     }
     return {**content, **more}
 
 
 def specification(**more: Any) -> Specification:
-    content = fields(**more)
-    return Specification(**{**content, "limits": Limits(**content["limits"])})
+    return Specification.parse(fields(**more), "test")
 
 
 def free_port() -> int:
@@ -129,7 +133,7 @@ class Run:
             checkpoint(directory / "target")
             proved(directory / "checkpoints", target=directory / "target")
         content = fields(**{"target_path": str(directory / "target"), **more})
-        self.port = content["port"]
+        self.port = content["endpoints"][0]["port"]
         path = directory / "specification.json"
         path.write_text(json.dumps(content))
         self.channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

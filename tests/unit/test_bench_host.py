@@ -23,6 +23,7 @@ from rigctl.checkpoints import overlay
 from rigctl.errors import RigctlError
 from rigctl.supervisor.engine_client import Engine
 from rigctl.supervisor.specification import Specification
+from tests.unit.serving import EAGLE3
 from tests.unit.serving import specification as stand_in
 
 WORKLOAD: dict[str, Any] = {
@@ -40,7 +41,7 @@ WORKLOAD: dict[str, Any] = {
 
 
 def specification(engine: str, *, steps: int | None = None, name: str = "a") -> Specification:
-    speculation = {"drafter": "d", "steps": steps} if steps else None
+    speculation = {**EAGLE3, "steps": steps} if steps else None
     return stand_in(
         name=name, engine=engine, port=1, tool_call_parser=None, reasoning_parser=None, speculation=speculation
     )

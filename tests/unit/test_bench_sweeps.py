@@ -108,9 +108,10 @@ def test_layer_shift_serves_a_drafter_of_its_own(plan: HostPlan) -> None:
     assert later.path == "/data/eagle3/.bench/custom-drafter.layers-later"
     assert later.path in unit_file(derived.plan, "vllm-eagle3-custom.layers-later")
     specification = run_specification(derived.plan, "vllm-eagle3-custom.layers-later")
-    assert specification["drafter_path"] == later.path
-    assert specification["checkpoints"]["drafter"] == "custom-drafter", "the checkpoint that was proved"
-    assert specification["checkpoints"]["training"]["convention"] == "unknown"
+    assert specification.drafter_path == later.path
+    assert specification.checkpoints.drafter == "custom-drafter", "the checkpoint that was proved"
+    training = specification.checkpoints.training
+    assert training is not None and training.convention == "unknown"
     with pytest.raises(CatalogError, match="vllm-base has no drafter"):
         derive(plan, find_sweep("layer-ids"), ["vllm-base"])
 

@@ -133,7 +133,7 @@ def test_known_layer_ids_are_written_beside_the_drafter_as_each_release_reads_th
     assert shown["sglang-eagle3-custom"]["written"]["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 30, 58]
     overlay = "/var/lib/kimi-rig/drafters/custom-drafter/vllm-0.16.0"
     specification = run_specification(plan, "vllm-eagle3-custom")
-    assert specification["drafter_path"] == overlay
+    assert specification.drafter_path == overlay
     [pair] = [one for one in pairs(plan) if one["name"] == "vllm-eagle3-custom"]
     assert (pair["drafter_path"], pair["checkpoint_path"]) == (overlay, host.checkpoint_paths["custom-drafter"])
     assert f"{overlay}/config.json" in drafters_text(plan)
@@ -141,7 +141,7 @@ def test_known_layer_ids_are_written_beside_the_drafter_as_each_release_reads_th
 
 def test_an_accepted_mismatch_or_an_unknown_convention_leaves_the_drafter_alone(host: HostPlan) -> None:
     for plan in (host, trained(host, convention="output", layer_ids=[2, 30, 58], accept_mismatch=True)):
-        at = run_specification(plan, "vllm-eagle3-custom")["drafter_path"]
+        at = run_specification(plan, "vllm-eagle3-custom").drafter_path
         assert at == host.checkpoint_paths["custom-drafter"]
 
 

@@ -28,6 +28,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def of(pair: Path, *, engine: str = "vllm", drafter: str = "drafter", **checkpoints: Any) -> Specification:
     used = {**fields()["checkpoints"], **checkpoints}
+    used["training"] = Training.validated(used["training"], "test").model_dump()
     places = {"target_path": str(pair / "target"), "drafter_path": str(pair / drafter)}
     return specification(engine=engine, checkpoints=used, **places)
 
@@ -157,7 +158,8 @@ def test_an_overlay_is_written_as_that_release_reads_it(pair: Path, engine: str,
 
 def test_a_refused_pair_gets_no_overlay_and_the_command_fails(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained = {"convention": "output", "layer_ids": [2, 30, 60]}
-    content = vars(pair_of(pair, drafter="overlays/x", training=trained))
+    one = pair_of(pair, drafter="overlays/x", training=trained)
+    content = {**vars(one), "checkpoints": one.checkpoints.model_dump()}
     assert main(["checkpoints", "pairs", "--write", "--json", json.dumps([content])]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["overlay"] == "absent" and "the target has 61 layers" in err

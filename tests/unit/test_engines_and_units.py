@@ -149,9 +149,9 @@ def test_a_unit_runs_as_the_service_user_and_names_its_environment() -> None:
 
 
 def test_the_digest_covers_what_the_engine_is_started_with() -> None:
-    before = run_specification(box_plan(), "vllm-base")["digest"]
-    moved = run_specification(box_plan(models="/elsewhere"), "vllm-base")["digest"]
-    assert before == run_specification(box_plan(), "vllm-base")["digest"] != moved
+    before = run_specification(box_plan(), "vllm-base").digest
+    moved = run_specification(box_plan(models="/elsewhere"), "vllm-base").digest
+    assert before == run_specification(box_plan(), "vllm-base").digest != moved
 
 
 def test_the_sandbox_differs_in_data_only() -> None:

@@ -13,10 +13,10 @@ import pytest
 
 from rig.artifacts.units import unit_files
 from rig.catalog.entries import ROOT
-from rig.catalog.supervision import Supervision
 from rig.host.settings import settings_from_gpus
 from rig.plan.host_plan import host_plan
 from rigctl.contract.layout import UNITS
+from rigctl.contract.limits import Limits
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -47,7 +47,7 @@ def test_no_golden_file_is_left_over() -> None:
 
 
 def test_the_documented_thresholds_are_the_defaults() -> None:
-    assert group_data()["supervision"] == Supervision().model_dump()
+    assert group_data()["supervision"] == Limits().model_dump()
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from rigctl.cli import main
+from rigctl.contract import layout
 from rigctl.services import doctor, leftovers, status, switching
-from rigctl.supervisor import specification as specifications
 from rigctl.supervisor.ended import boot_id, failures, record
 from rigctl.supervisor.specification import Specification, named
 from tests.unit.serving import fields
@@ -27,34 +27,33 @@ class Host:
         self.root = root
         self.units: dict[str, dict[str, str]] = {}
         self.started: list[tuple[str, ...]] = []
-        places = {name: root / name.lower() for name in ("DIRECTORY", "RUNTIME", "STATE", "LOGS")}
+        places = {name: root / name.lower() for name in ("CONFIGURATIONS", "RUNTIME", "SERVING", "LOGS")}
         for name, path in places.items():
             path.mkdir()
-            monkeypatch.setattr(specifications, name, path)
+            monkeypatch.setattr(layout, name, str(path))
         for module in (status, switching):
-            monkeypatch.setattr(module, "FALLBACK", places["STATE"] / "fallback.json")
+            monkeypatch.setattr(module, "FALLBACK", places["SERVING"] / "fallback.json")
             monkeypatch.setattr(module, "properties", self.properties)
         monkeypatch.setattr(switching, "systemctl", lambda *words: self.started.append(words))
         monkeypatch.setattr(status, "UNITS", root)
-        monkeypatch.setattr(doctor, "DIRECTORY", places["DIRECTORY"])
 
     def properties(self, unit: str, wanted: list[str]) -> dict[str, str]:
         return {key: self.units.get(unit, {}).get(key, "") for key in wanted}
 
     def add(self, name: str, **more: Any) -> Specification:
-        path = specifications.DIRECTORY / f"{name}.json"
+        path = Path(layout.specification_path(name))
         path.write_text(json.dumps(fields(name=name, port=9, **more)))
-        for directory in (specifications.RUNTIME, specifications.STATE, specifications.LOGS):
-            (directory / name).mkdir(exist_ok=True)
+        for directory in (layout.RUNTIME, layout.SERVING, layout.LOGS):
+            Path(directory, name).mkdir(exist_ok=True)
         self.units[f"kimi-{name}.service"] = {"ActiveState": "inactive"}
         return named(name)
 
     def write(self, name: str, file: str, **content: Any) -> None:
-        (specifications.STATE / name / file).write_text(json.dumps(content))
+        Path(layout.SERVING, name, file).write_text(json.dumps(content))
 
     def runs(self, name: str, **more: Any) -> None:
         content = {"digest": "d" * 64, "accepted_at": 1, "accepted_monotonic": time.monotonic(), "proved": {}, **more}
-        (specifications.RUNTIME / name / "started.json").write_text(json.dumps(content))
+        Path(layout.RUNTIME, name, "started.json").write_text(json.dumps(content))
         self.units[f"kimi-{name}.service"] = {"ActiveState": "active", "StatusText": "serving"}
 
     def ended(self, name: str, ago: float = 0, jump: float = 0, boot: str | None = None, **more: Any) -> None:
@@ -149,7 +148,7 @@ def test_status_tells_what_an_operator_must_know(host: Host, capsys: pytest.Capt
     host.runs("runs", digest="other", proved={"routes": {"open_without_key": ["GET /metrics (tells its counters)"]}})
     watch: dict[str, Any] = {"below_floor": True, "acceptance_length": 1.1, "acceptance_floor": 1.25, "own_rate": 0.25}
     watch["own_rate_is"] = "with bonus"
-    (specifications.RUNTIME / "runs" / "watch.json").write_text(json.dumps(watch))
+    Path(layout.RUNTIME, "runs", "watch.json").write_text(json.dumps(watch))
     host.add("key")
     host.units["kimi-key.service"] = {"ActiveState": "failed", "ExecMainStatus": "243"}
     host.add("crashed")
@@ -225,7 +224,7 @@ def test_doctor_masks_secrets_and_packs_logs(
     monkeypatch.setattr(doctor, "CREDENTIAL", credentials / "api-key")
     monkeypatch.setattr(doctor, "COMMANDS", {"missing.txt": ["no-such-program"]})
     host.add("a")
-    (specifications.LOGS / "a" / "2026.log").write_text(SECRETS)
+    Path(layout.LOGS, "a", "2026.log").write_text(SECRETS)
     output = tmp_path / "bundle.tar.gz"
     assert main(["doctor", "--output", str(output)]) == 0
     assert output.stat().st_mode & 0o777 == 0o600

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rig.artifacts.units import host_settings
+from rig.artifacts.units import live_settings
 from rig.host.settings import HostSettings
 from rigctl.engines import patches
 from rigctl.errors import RigctlError
@@ -52,7 +52,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def look(root: Path, settings: HostSettings = WANTED) -> str:
-    return precheck(specification(host_settings=host_settings(settings)), root)
+    return precheck(specification(host_settings=live_settings(settings).model_dump()), root)
 
 
 def test_settings_that_are_live(root: Path) -> None:

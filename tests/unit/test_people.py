@@ -108,10 +108,10 @@ def test_how_to_talk_to_a_host(name: str, data: dict[str, Any], lines: list[str]
 
 
 def answer(receipt: Any, *, rows: Any = (), pending: str = "", missing: str = "", digest: str = "d") -> str:
-    specification = json.dumps({"name": "sglang-base", "digest": digest})
+    told = rows or [{"name": "sglang-base", "state": "inactive", "digest": digest}]
     return (
-        f"\n== system\nubuntu-24.04\n\n== receipt\n{json.dumps(receipt)}\n\n== rigctl\n{json.dumps(list(rows))}\n"
-        f"\n== pending\n{pending}\n\n== specifications\n{specification}{specification}\n\n== missing\n{missing}\n"
+        f"\n== system\nubuntu-24.04\n\n== receipt\n{json.dumps(receipt)}\n\n== rigctl\n{json.dumps(told)}\n"
+        f"\n== pending\n{pending}\n\n== missing\n{missing}\n"
     )
 
 
@@ -128,11 +128,12 @@ def test_status_of_a_host_that_serves(receipt: dict[str, Any]) -> None:
         "name": "sglang-base",
         "state": "active",
         "release": "sglang-0.5.9",
+        "digest": "d",
         "accepted_at": 1_764_410_400,
         "acceptance_length": 2.256,
         "stale": False,
     }
-    found = status.read_status("kimi-1", DATA, answer(receipt, rows=[{"state": "inactive"}, row]))
+    found = status.read_status("kimi-1", DATA, answer(receipt, rows=[{"name": "a", "state": "inactive"}, row]))
     assert found.line() == (
         "kimi-1: sglang-base active (sglang-0.5.9), accepted since 2025-11-29 10:00 UTC, acceptance length 2.26, "
         "drift: none, reboot pending: no"

@@ -74,8 +74,8 @@ def test_the_error_that_ended_a_load_is_found_among_others(tmp_path: Path) -> No
 def test_counters_are_derived_from_its_metrics(
     name: str, counted: Speculation | None, own_rate: float | None, own_length: float | None
 ) -> None:
-    speculation = {} if name == "base" else {"draft_tokens": 4}
-    found = read_metrics("sglang", (RECORDED / f"0.5.16-{name}.metrics").read_text(), speculation)
+    draft_tokens = None if name == "base" else 4
+    found = read_metrics("sglang", (RECORDED / f"0.5.16-{name}.metrics").read_text(), draft_tokens)
     assert found.speculation == counted
     assert (found.own_rate, found.own_length) == (own_rate, own_length)
 

@@ -11,14 +11,14 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
+from rigctl.contract.limits import Limits
 from rigctl.supervisor.acceptance_rates import acceptance_length
 from rigctl.supervisor.activity import Activity, Patience, measure
 from rigctl.supervisor.engine_client import Engine, Metrics, Speculation, read_metrics
 from rigctl.supervisor.measurement_pause import is_measured, mark, undisturbed
 from rigctl.supervisor.metrics_file import exposition
-from rigctl.supervisor.specification import Limits
 from rigctl.supervisor.watchdog import Watch
-from tests.unit.serving import limits, specification
+from tests.unit.serving import EAGLE3, limits, specification
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -191,7 +191,7 @@ def test_acceptance_length_is_computed_from_others_steps(accepted: int, length: 
 
 
 def test_the_floor_is_the_break_even_length_where_it_is_known() -> None:
-    known = specification(speculation={"drafter": "d", "steps": 3, "draft_tokens": 4, "break_even_length": 1.9})
+    known = specification(speculation={**EAGLE3, "break_even_length": 1.9})
     assert known.acceptance_floor == 1.9
     assert specification().acceptance_floor == 1.25
 
@@ -206,7 +206,7 @@ def test_the_floor_is_the_break_even_length_where_it_is_known() -> None:
     ],
 )
 def test_both_definitions_of_the_engines_rates(fixture: str, engine: str, counts_bonus: bool, length: float) -> None:
-    found = read_metrics(engine, (FIXTURES / "metrics" / fixture).read_text(), {"draft_tokens": 4})
+    found = read_metrics(engine, (FIXTURES / "metrics" / fixture).read_text(), 4)
     if found.own_rate is not None:
         assert acceptance_length(found.own_rate, 4, counts_bonus=counts_bonus) == pytest.approx(length)
         assert found.own_rate == (0.25 if counts_bonus else 0.0)

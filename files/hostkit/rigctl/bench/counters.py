@@ -95,7 +95,7 @@ def window(before: Reading, after: Reading, specification: Specification, receiv
     of each prefill.
     """
     engine = specification.engine
-    steps = specification.speculation["steps"] if specification.speculation else None
+    steps = specification.speculation.steps if specification.speculation else None
     moved = {key: after.values[key] - before.values.get(key, 0) for key in COUNTERS[engine] if key in after.values}
     verified = moved.pop("verify_calls", None)
     answers = moved.pop("requests", received.answers)

@@ -14,9 +14,10 @@ from typing import Any
 
 from rigctl.bench.counters import gpu_state
 from rigctl.checkpoints import overlay
+from rigctl.contract import layout
 from rigctl.errors import RigctlError
 
-RECEIPT = Path("/var/lib/kimi-rig/receipt.json")
+RECEIPT = Path(layout.RECEIPT)
 
 
 def host_facts(models: Sequence[str]) -> dict[str, Any]:

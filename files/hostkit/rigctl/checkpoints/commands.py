@@ -403,11 +403,15 @@ def _overlay(arguments: argparse.Namespace) -> int:
 def _pairs(arguments: argparse.Namespace) -> int:
     """A line a pair; exit code 1 if a unit may not use one of them."""
     from rigctl.checkpoints.precheck import Pair, judge
+    from rigctl.contract.served_checkpoints import ServedCheckpoints
 
     refused = []
     try:
-        pairs = [Pair(**content) for content in json.loads(arguments.pairs)]
-    except (ValueError, TypeError) as error:
+        pairs = [
+            Pair(**{**content, "checkpoints": ServedCheckpoints.validated(content["checkpoints"], "pairs")})
+            for content in json.loads(arguments.pairs)
+        ]
+    except (ValueError, TypeError, KeyError) as error:
         raise RigctlError(f"not a list of drafter and target pairs: {error}; the deploy writes it") from None
     for pair in pairs:
         found = judge(pair, write=arguments.write)

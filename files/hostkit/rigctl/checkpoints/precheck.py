@@ -18,12 +18,12 @@ from rigctl.checkpoints.fit import Verdict, check, read_model
 from rigctl.checkpoints.manifest import FileHasher, walk
 from rigctl.checkpoints.record import Record
 from rigctl.checkpoints.verify import hash_file
-from rigctl.contract.served_checkpoints import Training
+from rigctl.contract.served_checkpoints import ServedCheckpoints, Training
 from rigctl.errors import RigctlError
 
 
 class Using(Protocol):
-    """The part of a run specification that names checkpoints. checkpoints: rig/artifacts/units.py, used_checkpoints."""
+    """The part of a run specification that names checkpoints."""
 
     @property
     def name(self) -> str: ...
@@ -36,7 +36,7 @@ class Using(Protocol):
     @property
     def drafter_path(self) -> str | None: ...
     @property
-    def checkpoints(self) -> Mapping[str, Any]: ...
+    def checkpoints(self) -> ServedCheckpoints: ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Pair:
     target_path: str
     drafter_path: str
     checkpoint_path: str
-    checkpoints: Mapping[str, Any]
+    checkpoints: ServedCheckpoints
     environment: Mapping[str, str]
 
 
@@ -68,7 +68,7 @@ def published(specification: Using) -> str:
 
 def trusted_code(specification: Using) -> str:
     """`trust_remote_code` runs no Python file but those that the proved manifests list, byte for byte."""
-    if not specification.checkpoints["trust_remote_code"]:
+    if not specification.checkpoints.trust_remote_code:
         return "none is trusted"
     count = 0
     for name, path in _used(specification):
@@ -119,14 +119,13 @@ def hold(specification: Using, found: Verdict, environment: Mapping[str, str]) -
 def verdict(specification: Using, drafter: Path, written: Mapping[str, Any] | None = None) -> Verdict:
     """The verdict on a configuration's drafter; `written` as for fit.check."""
     used, target = specification.checkpoints, Path(specification.target_path)
-    context = used["context"] or read_model(target, with_tensors=False).number("max_position_embeddings")
+    context = used.context or read_model(target, with_tensors=False).number("max_position_embeddings")
     if context is None:
         raise RigctlError(
             f"{target}/config.json names no max_position_embeddings: set context_length in serving.yaml and deploy"
         )
-    engine = Engine(specification.engine, used["version"])
-    trained = Training.validated(used["training"] or {}, "training")
-    return check(target, drafter, engine, context, trained, name=used["target"], written=written)
+    engine = Engine(specification.engine, used.version)
+    return check(target, drafter, engine, context, used.training or Training(), name=used.target, written=written)
 
 
 def judge(pair: Pair, *, write: bool) -> dict[str, Any]:
@@ -156,10 +155,10 @@ def judge(pair: Pair, *, write: bool) -> dict[str, Any]:
 
 def _used(specification: Using) -> Iterator[tuple[str, Path]]:
     """Names and places of the checkpoints; of a drafter's overlay the checkpoint behind it."""
-    yield specification.checkpoints["target"], Path(specification.target_path)
-    if specification.drafter_path is not None:
-        place = Path(specification.drafter_path)
-        yield specification.checkpoints["drafter"], overlay.source(place) or place
+    yield specification.checkpoints.target, Path(specification.target_path)
+    drafter, path = specification.checkpoints.drafter, specification.drafter_path
+    if drafter is not None and path is not None:
+        yield drafter, overlay.source(Path(path)) or Path(path)
 
 
 def _record(name: str, place: Path) -> Record:

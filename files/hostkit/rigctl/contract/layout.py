@@ -10,12 +10,15 @@ RIGCTL_LINK = "/usr/local/bin/rigctl"
 ETC = "/etc/kimi-rig"
 CONFIGURATIONS = f"{ETC}/configurations"
 CREDENTIALS = f"{ETC}/credentials"
+API_KEY = f"{CREDENTIALS}/api-key"
 LOCKS = f"{ETC}/locks"
 PATCHES = f"{ETC}/patches"
 KERNELS = f"{ETC}/kernels"
 """Specifications of kernel wheels, one a release (rigctl kernel)."""
 
 STATE = "/var/lib/kimi-rig"
+SERVING = f"{STATE}/serving"
+"""Facts of serving configurations that outlive a boot, a directory each."""
 OVERLAYS = f"{STATE}/drafters"
 """Drafters with other layer ids in their config.json than their checkpoint has: <drafter>/<release>."""
 RECEIPT = f"{STATE}/receipt.json"
@@ -37,6 +40,11 @@ UNIT_MARK = "# Written by kimi-rig"
 CACHE = "/var/cache/kimi-rig"
 LOGS = "/var/log/kimi-rig"
 FALLBACK_UNIT = "kimi-fallback@.service"
+
+
+def specification_path(configuration: str) -> str:
+    """The run specification of a serving configuration."""
+    return f"{CONFIGURATIONS}/{configuration}.json"
 
 
 def unit_name(configuration: str) -> str:

@@ -7,9 +7,10 @@ a wrong type, an unknown key or a newer format is refused by field path, in the 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from reprlib import Repr
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -18,6 +19,10 @@ from pydantic_core import ErrorDetails
 from rigctl.errors import RigctlError
 
 Document = dict[str, Any]
+
+_SHORT = Repr()  # a value may be a whole document, nested as deep as Python goes
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlevel = 3
 
 
 class ContractError(RigctlError):
@@ -47,6 +52,8 @@ class Order(Part):
 
     FORMAT: ClassVar[int] = 1
     upgrades: ClassVar[Mapping[int, Callable[[Document], Document]]] = {}
+    WRITTEN_WHOLE: ClassVar[bool] = False
+    """Only programs write it, with every key: a missing one is a fault, also where the model has a default."""
 
     format: int = 0
 
@@ -74,7 +81,10 @@ class Order(Part):
                 current = {**cls.upgrades[step](current), "format": step + 1}
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ContractError(f"{where}: not an order of format {written} ({error!r}): deploy again") from None
-        return cls.validated(current, where)
+        order = cls.validated(current, where)
+        if cls.WRITTEN_WHOLE and (missing := [*gaps(current, order.document())]):
+            raise ContractError("; ".join(f"{where}: {path}: is missing" for path in missing))
+        return order
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -110,10 +120,31 @@ def renamed(old: Document, words: Mapping[str, str]) -> Document:
     return {words.get(key, key): value for key, value in old.items()}
 
 
+def extended(old: Document, **new: Any) -> Document:
+    """A document with further keys, for an upgrade. Raises ValueError where it has one of them: it is no older one."""
+    if foreign := sorted(old.keys() & new.keys()):
+        raise ValueError(f"{', '.join(foreign)} is of a later format")
+    return {**old, **new}
+
+
+def gaps(written: object, whole: object, path: str = "") -> Iterator[str]:
+    """Paths of the keys that a document leaves to the model's defaults."""
+    if isinstance(written, Mapping) and isinstance(whole, Mapping):
+        for key, value in whole.items():
+            here = f"{path}.{key}" if path else key
+            if key in written:
+                yield from gaps(written[key], value, here)
+            else:
+                yield here
+    elif isinstance(written, list) and isinstance(whole, list):
+        for number, pair in enumerate(zip(written, whole, strict=True)):
+            yield from gaps(*pair, f"{path}.{number}")
+
+
 def faults(error: ValidationError, model: type[BaseModel]) -> Iterable[str]:
     """`field.path: what is wrong` for each fault, in words for people."""
     for problem in error.errors(include_url=False):
-        path = ".".join(str(part) for part in problem["loc"])
+        path = ".".join(part if part.isprintable() else ascii(part) for part in map(str, problem["loc"]))
         yield f"{path}: {words(problem, keys(model))}" if path else words(problem, keys(model))
 
 
@@ -124,7 +155,7 @@ def words(problem: ErrorDetails, known: Iterable[str]) -> str:
         return f"there is no such key{nearest(name, set(known) - {name})}"
     if problem["type"] == "missing":
         return "is missing"
-    return f"{problem['msg'].removeprefix('Value error, ')} (got {problem['input']!r})"
+    return f"{problem['msg'].removeprefix('Value error, ')} (got {_SHORT.repr(problem['input'])})"
 
 
 def keys(model: type[BaseModel]) -> frozenset[str]:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from rigctl.contract.run_specification import RunSpecification
 from rigctl.engines.installed import recorded, site_packages
 from rigctl.engines.patch_series import FilePatch, MismatchError, Patch, patched, read_series
 from rigctl.errors import RigctlError
-from rigctl.supervisor.specification import Specification
 
 SCRATCH = ".{}.rigctl-new"
 
@@ -261,7 +261,7 @@ def _sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def precheck(specification: Specification) -> str:
+def precheck(specification: RunSpecification) -> str:
     """Pre-check of a serving unit: the engine has its series. Raises RigctlError when it has not."""
     if specification.series is None:
         return "this release needs none"

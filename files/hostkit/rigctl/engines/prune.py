@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rigctl.contract import layout
 from rigctl.engines.environment import BUILD_LOCK, STAMP
-from rigctl.supervisor.specification import read_json
+from rigctl.json_files import read_json
 
 PREVIOUS = 2
 """Environments of a release that stay beside the current one."""
@@ -24,7 +25,7 @@ STATES_THAT_HOLD = 3
 STATES_KEPT = 8
 PRESENT = "present.json"
 CACHE = ".cache"
-UNITS = Path("/etc/systemd/system")
+UNITS = Path(layout.UNITS)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from rigctl.contract import layout
 from rigctl.errors import RigctlError
-from rigctl.services.status import row
+from rigctl.services.status import rows
 from rigctl.supervisor.engine_client import CREDENTIAL
-from rigctl.supervisor.specification import DIRECTORY, Specification, installed
+from rigctl.supervisor.specification import Specification, installed
 
 MASK = "***"
 LOG_BYTES = 2 << 20
@@ -37,7 +38,7 @@ COMMANDS = {
     "disk.txt": ["df", "-h"],
     "gpus.txt": ["nvidia-smi"],
     "gpu-topology.txt": ["nvidia-smi", "topo", "-m"],
-    "receipt.json": ["cat", "/var/lib/kimi-rig/receipt.json"],
+    "receipt.json": ["cat", layout.RECEIPT],
     "units.txt": ["systemctl", "list-units", "--all", "kimi-*"],
     "fallback.txt": ["journalctl", "--no-pager", "-n", "100", "-u", "kimi-fallback@*"],
     "kernel.txt": ["sh", "-c", "dmesg | grep -iE 'nvrm|xid|oom|killed process' | tail -n 200"],
@@ -85,9 +86,10 @@ def masked(text: str, secrets: Iterable[str]) -> str:
 def _content() -> Iterator[tuple[str, str]]:
     for name, command in COMMANDS.items():
         yield name, _output(command)
-    specifications = installed()
-    yield "status.json", json.dumps([row(specification) for specification in specifications], indent=2)
-    for specification in specifications:
+    yield "status.json", json.dumps(rows(), indent=2)
+    for path in sorted(Path(layout.CONFIGURATIONS).glob("*.json")):
+        yield f"{path.stem}/specification.json", path.read_text(errors="replace")
+    for specification in installed():
         yield from _of(specification)
 
 
@@ -95,7 +97,6 @@ def _of(specification: Specification) -> Iterator[tuple[str, str]]:
     unit = specification.unit
     yield f"{specification.name}/unit.txt", _output(["systemctl", "cat", unit])
     yield f"{specification.name}/properties.txt", _output(["systemctl", "show", unit])
-    yield f"{specification.name}/specification.json", (DIRECTORY / f"{specification.name}.json").read_text()
     yield f"{specification.name}/journal.txt", _output(["journalctl", "--no-pager", "-n", "2000", "-u", unit])
     for path in sorted(specification.logs.glob("*.log"))[-2:]:
         with path.open("rb") as file:

@@ -83,7 +83,7 @@ def _tell(found: list[Holder], segments: list[Path], as_json: bool, *, did: bool
 def holders(proc: Path = PROC) -> list[Holder]:
     """Processes outside our units that hold a GPU or a configured port, or look like an engine."""
     gpu = {int(row[0]): f"GPU memory {row[1]} MiB" for row in nvidia_smi("--query-compute-apps=pid,used_memory")}
-    ports = _port_holders({specification.port for specification in installed()}, proc)
+    ports = _port_holders({endpoint.port for one in installed() for endpoint in one.endpoints}, proc)
     found = []
     for entry in sorted(proc.iterdir(), key=lambda path: path.name):
         if not entry.name.isdigit() or int(entry.name) == os.getpid() or _in_our_unit(entry):

@@ -7,20 +7,24 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import requests
 
 from rigctl.checkpoints.precheck import identities
+from rigctl.contract import layout
+from rigctl.contract.order import ContractError
 from rigctl.errors import RigctlError
+from rigctl.json_files import read_json
 from rigctl.services.systemd import UNITS, properties
 from rigctl.supervisor.ended import failures
 from rigctl.supervisor.engine_client import Engine, api_key
 from rigctl.supervisor.prechecks import WARNING
 from rigctl.supervisor.readiness import reasoning_of
-from rigctl.supervisor.specification import STATE, Specification, installed, named, read_json, started
+from rigctl.supervisor.specification import Specification, configurations, installed, named, started
 
-FALLBACK = STATE / "fallback.json"
+FALLBACK = Path(layout.SERVING) / "fallback.json"
 WANTED = ["ActiveState", "StatusText", "Result", "ExecMainStatus", "NRestarts", "NeedDaemonReload", "DropInPaths"]
 SHOWN_ROUTES = 6
 # Exit codes of systemd itself when it cannot set a unit up (systemd.exec(5)).
@@ -28,7 +32,7 @@ SETUP_FAILURES = {
     "203": "rigctl cannot be run: deploy again",
     "217": "its user does not exist: deploy again",
     "226": "its sandbox cannot be set up; `rigctl logs` says why",
-    "243": "a credential is missing or unreadable: check /etc/kimi-rig/credentials, set api_key_file and deploy again",
+    "243": f"a credential is missing or unreadable: check {layout.CREDENTIALS}, set api_key_file and deploy again",
 }
 
 
@@ -46,13 +50,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def show(arguments: argparse.Namespace) -> int:
     """Print one line a configuration, and below it whatever an operator should know."""
-    rows = [row(specification) for specification in installed()]
     fallback = read_json(FALLBACK) or {}
-    rows = [{**found, "fallback": fallback if found["name"] == fallback.get("failed") else None} for found in rows]
+    shown = [{**found, "fallback": fallback if found["name"] == fallback.get("failed") else None} for found in rows()]
     if arguments.json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps(shown, indent=2))
         return 0
-    for found in rows:
+    for found in shown:
         print(f"{found['state']:<12} {found['name']:<32} {found['status']}".rstrip())
         for remark in found["remarks"]:
             print(f"{'':<12} {'':<32} {remark}")
@@ -60,6 +63,20 @@ def show(arguments: argparse.Namespace) -> int:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fallback["at"]))
         print(f"fallback: at {when} {fallback['failed']} was not accepted ({fallback['cause']}); {fallback['outcome']}")
     return 0
+
+
+def rows() -> list[dict[str, Any]]:
+    """Every configuration by name; one whose specification cannot be used has the reason as its status."""
+    return [
+        row(found) if isinstance(found, Specification) else _unusable(name, found)
+        for name, found in configurations().items()
+    ]
+
+
+def _unusable(name: str, why: ContractError) -> dict[str, Any]:
+    state = properties(layout.unit_name(name), WANTED)["ActiveState"]
+    known = {"name": name, "state": state, "status": str(why), "stale": False, "remarks": []}
+    return {**known, "release": None, "digest": None}
 
 
 def row(specification: Specification) -> dict[str, Any]:
@@ -74,7 +91,8 @@ def row(specification: Specification) -> dict[str, Any]:
         "state": state,
         "status": _status_text(unit, ended),
         "release": specification.release,
-        "address": f"{specification.host}:{specification.port}",
+        "digest": specification.digest,
+        "address": specification.endpoint.address,
         "model": specification.model,
         "api_key": specification.api_key,
         "accepted_at": ran_as["accepted_at"] if ran_as else None,
@@ -102,7 +120,7 @@ def _stale(specification: Specification, ran_as: dict[str, Any] | None) -> str |
     """What has changed since the service that runs was started; None when nothing has, or nothing runs."""
     if ran_as is None:
         return None
-    if ran_as["digest"] != specification.digest:
+    if not {ran_as["digest"], *ran_as.get("same_as", ())}.intersection(specification.known_as):
         return "deployed anew"
     try:
         now = identities(specification)

@@ -11,11 +11,12 @@ from typing import Any
 import requests
 
 from rigctl.errors import RigctlError
+from rigctl.json_files import read_json, write_json
 from rigctl.services.status import FALLBACK, active, row
 from rigctl.services.systemd import properties, systemctl
 from rigctl.supervisor.ended import boot_id
 from rigctl.supervisor.engine_client import Engine, api_key
-from rigctl.supervisor.specification import Specification, installed, named, read_json, write_json
+from rigctl.supervisor.specification import Specification, installed, named
 
 # A start that follows a stop within this time has displaced what was stopped.
 DISPLACED_SECONDS = 15

@@ -6,9 +6,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from rigctl.contract import layout
 from rigctl.errors import RigctlError
 
-UNITS = Path("/etc/systemd/system")
+UNITS = Path(layout.UNITS)
 
 
 def properties(unit: str, wanted: Sequence[str]) -> dict[str, str]:

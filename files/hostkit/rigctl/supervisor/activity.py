@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rigctl.contract.limits import Limits
 from rigctl.nvidia_smi import nvidia_smi
-from rigctl.supervisor.specification import Limits
 
 PROC = Path("/proc")
 # cgroups(7): hierarchy:controllers:path; systemd puts a unit's processes into a group of the unit's name.

@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rigctl.json_files import read_json, write_json
 from rigctl.supervisor.activity import PROC, gpu_memory, members
-from rigctl.supervisor.specification import Specification, read, read_json, write_json
+from rigctl.supervisor.specification import Specification
 
 OF_ONE_RUN = ("started.json", "watch.json", "metrics.prom", "engine.yaml")
 KILLED = "by hand, or by the kernel for lack of memory (`journalctl -k` tells)"
@@ -22,7 +23,7 @@ GRACE_SECONDS = 0.5  # helpers of a multiprocessing program end by themselves a 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("ended", help="clear up after a serving unit (used by systemd)")
     parser.add_argument("specification", type=Path)
-    parser.set_defaults(run=lambda arguments: record(read(arguments.specification)))
+    parser.set_defaults(run=lambda arguments: record(Specification.read(arguments.specification)))
 
 
 def record(specification: Specification) -> int:

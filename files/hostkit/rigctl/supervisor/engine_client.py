@@ -12,10 +12,11 @@ from typing import Any
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
+from rigctl.contract import layout
 from rigctl.errors import RigctlError
 from rigctl.supervisor.specification import Specification
 
-CREDENTIAL = Path("/etc/kimi-rig/credentials/api-key")
+CREDENTIAL = Path(layout.API_KEY)
 
 
 def api_key() -> str | None:
@@ -113,7 +114,8 @@ class Engine:
     def metrics(self, timeout: float = 5) -> Metrics:
         """The engine's counters and gauges now."""
         text = self.metrics_text(timeout)
-        return read_metrics(self.specification.engine, text, self.specification.speculation or {})
+        speculation = self.specification.speculation
+        return read_metrics(self.specification.engine, text, speculation.draft_tokens if speculation else None)
 
     def metrics_text(self, timeout: float = 5) -> str:
         """/metrics as it stands."""
@@ -199,8 +201,8 @@ _NAMES = {
 }
 
 
-def read_metrics(engine: str, text: str, speculation: Mapping[str, Any]) -> Metrics:
-    """Read the Prometheus text of one engine. speculation: the configuration's, for SGLang's number of draft tokens."""
+def read_metrics(engine: str, text: str, draft_tokens: int | None) -> Metrics:
+    """Read the Prometheus text of one engine. draft_tokens: the configuration's; None without speculation."""
     names = _NAMES[engine]
     wanted = tuple({name for listed in names.values() for name in listed})
     kept = "\n".join(line for line in text.splitlines() if line.startswith(wanted))
@@ -218,9 +220,9 @@ def read_metrics(engine: str, text: str, speculation: Mapping[str, Any]) -> Metr
         # ones (SGLang 0.5.23, metrics_collector.py, batch_result_processor.py). Requests count when they end.
         steps = int(value["drafts"])
         accepted = max(0, int(value["generated"] - value["requests"]) - steps)
-        counted = Speculation(steps, steps * (int(speculation.get("draft_tokens") or 4) - 1), accepted)
+        counted = Speculation(steps, steps * ((draft_tokens or 4) - 1), accepted)
     # SGLang 0.5.16 exports its gauges of speculation as 0 when there is none.
-    own = present & {"own_rate", "own_length"} if speculation else set()
+    own = present & {"own_rate", "own_length"} if draft_tokens else set()
     return Metrics(
         running=int(value["running"]),
         waiting=int(value["waiting"]),

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+from rigctl.contract.run_specification import LiveSettings
 from rigctl.errors import RigctlError
 from rigctl.nvidia_smi import nvidia_smi
 from rigctl.supervisor.prechecks import WARNING
@@ -50,14 +50,14 @@ def _same(found: str, wanted: str) -> bool:
         return False
 
 
-def _boot_time(wanted: dict[str, Any], root: Path) -> Iterator[Reading]:
+def _boot_time(wanted: LiveSettings, root: Path) -> Iterator[Reading]:
     line = _text(root / "proc/cmdline")
-    for token in wanted["kernel_arguments"]:
+    for token in wanted.kernel_arguments:
         yield "kernel argument", token, None if line is None else token if token in line.split() else ""
     # "Name: value" lines without the NVreg_ prefix (NVIDIA's README, "Configuring a driver registry entry").
     lines = [text.partition(": ") for text in (_text(root / "proc/driver/nvidia/params") or "").splitlines()]
     driver = {name: told for name, _, told in lines}
-    for module, options in wanted["module_options"].items():
+    for module, options in wanted.module_options.items():
         for option, value in options.items():
             own = _text(root / f"sys/module/{module}/parameters/{option}")
             flag = {"Y": "1", "N": "0"}.get(own or "", own)
@@ -65,15 +65,15 @@ def _boot_time(wanted: dict[str, Any], root: Path) -> Iterator[Reading]:
             yield f"{module}.{option}", value, flag if flag is not None else told
 
 
-def _run_time(wanted: dict[str, Any], root: Path) -> Iterator[Reading]:
-    for name, value in wanted["sysctls"].items():
+def _run_time(wanted: LiveSettings, root: Path) -> Iterator[Reading]:
+    for name, value in wanted.sysctls.items():
         yield name, value, _text(root / "proc/sys" / name.replace(".", "/"))
-    if governor := wanted["governor"]:
+    if governor := wanted.governor:
         yield from _all("governor", governor, root, "sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor", str)
-    for disk, scheduler in wanted["disk_scheduler"].items():
+    for disk, scheduler in wanted.disk_scheduler.items():
         pattern = f"sys/block/{disk}[0-9]*/queue/scheduler"
         yield from _all(f"scheduler of {disk}", scheduler, root, pattern, _in_brackets)
-    if limit := wanted["power_limit_w"]:
+    if limit := wanted.power_limit_w:
         limits = {row[0].partition(".")[0] for row in nvidia_smi("--query-gpu=power.limit")}
         yield "power limit in W", str(limit), ", ".join(sorted(limits)) or None
 

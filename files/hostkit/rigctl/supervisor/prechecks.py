@@ -140,17 +140,17 @@ def _damage(path: Path) -> str | None:
 
 def port_free(specification: Specification) -> str:
     """Nobody listens where the engine will."""
-    family = socket.AF_INET6 if ":" in specification.host else socket.AF_INET
+    endpoint = specification.endpoint
+    family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((specification.host, specification.port))
+            probe.bind((endpoint.host, endpoint.port))
         except OSError as error:
             raise RigctlError(
-                f"{specification.host}:{specification.port} cannot be listened on: {error.strerror}; "
-                "`rigctl free` names who holds it"
+                f"{endpoint.address} cannot be listened on: {error.strerror}; `rigctl free` names who holds it"
             ) from None
-    return f"{specification.host}:{specification.port} is free"
+    return f"{endpoint.address} is free"
 
 
 def gpus_free(specification: Specification) -> str:

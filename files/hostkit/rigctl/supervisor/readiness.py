@@ -14,8 +14,8 @@ from typing import Any
 
 import requests
 
+from rigctl.contract.limits import Limits
 from rigctl.supervisor.engine_client import Engine, Speculation
-from rigctl.supervisor.specification import Limits
 
 QUESTION = [{"role": "user", "content": "In one sentence: what is a token?"}]
 WEATHER = {

@@ -21,6 +21,7 @@ import requests
 
 from rigctl.checkpoints.precheck import identities
 from rigctl.errors import RigctlError
+from rigctl.json_files import write_json, write_text
 from rigctl.supervisor import ended, prechecks
 from rigctl.supervisor.activity import Patience, measure, members
 from rigctl.supervisor.engine_client import Engine, api_key
@@ -29,7 +30,7 @@ from rigctl.supervisor.listening import strangers
 from rigctl.supervisor.load_phases import Phases
 from rigctl.supervisor.metrics_file import exposition
 from rigctl.supervisor.readiness import NotAccepted, accept
-from rigctl.supervisor.specification import Specification, read, write_json, write_text
+from rigctl.supervisor.specification import Specification
 from rigctl.supervisor.watchdog import Watch
 
 POLL_SECONDS = 0.1
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     specification = None
     try:
-        specification = read(arguments.specification)
+        specification = Specification.read(arguments.specification)
         return Supervisor(specification, arguments.argv, api_key()).run()
     except RigctlError as error:
         if specification is not None:
@@ -85,7 +86,8 @@ class Supervisor:
         self._log = EngineLog(Phases(specification.engine), specification.harmless_log, key, file)
         self._patience = Patience(specification.limits)
         self._said = (0.0, "")
-        self._facts: dict[str, Any] = {"digest": specification.digest}  # what started.json will say
+        # What started.json will say.
+        self._facts: dict[str, Any] = {"digest": specification.digest, "same_as": specification.same_as}
         self._accepted = False
         self._frozen = False
 
@@ -199,12 +201,10 @@ class Supervisor:
 
     def _ours(self) -> None:
         """What answers must be the engine of this unit: another one on the same port would be accepted in its place."""
-        specification = self._specification
-        unit = members()
-        if unit and strangers(specification.host, specification.port, unit):
+        endpoint, unit = self._specification.endpoint, members()
+        if unit and strangers(endpoint.host, endpoint.port, unit):
             raise Failure(
-                f"{specification.host}:{specification.port} is answered by a process outside this unit; "
-                "`rigctl free` names who holds it"
+                f"{endpoint.address} is answered by a process outside this unit; `rigctl free` names who holds it"
             )
 
     def _load_text(self, begun: float) -> str:

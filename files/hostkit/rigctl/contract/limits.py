@@ -1,19 +1,22 @@
-"""Thresholds of serving: what a host's `supervision` may set. inventory/group_data/all.py documents each."""
+"""Thresholds of serving: a host's `supervision` may set some, and the supervisor acts on all of them.
+
+inventory/group_data/all.py documents each.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
-Positive = Annotated[float, Field(gt=0)]
+from rigctl.contract.order import Part
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 
 
-class Supervision(BaseModel):
-    """Times in the unit of their name. A host's data may set some; the rest keep these defaults."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+class Limits(Part):
+    """Times in the unit of their name."""
 
     no_progress_minutes: Positive = 25
     busy_only_minutes: Positive = 60
@@ -24,6 +27,7 @@ class Supervision(BaseModel):
     gpu_free_mib: Count = 1024
     gpu_wait_seconds: Positive = 60
     shared_memory: Annotated[str, StringConstraints(pattern=r"^[0-9]+[%kmg]?$")] = "50%"
+    """In the unit; the supervisor does not read it."""
     minimum_shm_mib: Count = 512
     minimum_disk_mib: Count = 2048
     acceptance_seconds: Positive = 600
@@ -34,7 +38,7 @@ class Supervision(BaseModel):
     watch_answer_seconds: Positive = 60
     frozen_minutes: Positive = 10
     errors_in_a_row: Annotated[int, Field(ge=1)] = 3
-    acceptance_floor: Annotated[float, Field(ge=1)] = 1.25
+    acceptance_floor: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.25
     window_drafts: Annotated[int, Field(ge=1)] = 200
     restarts: Count = 3
     restart_delay_seconds: Positive = 10

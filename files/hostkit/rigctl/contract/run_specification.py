@@ -1,0 +1,145 @@
+"""The run specification: what `rigctl serve` needs besides the engine's argv, environment and sandbox in the unit.
+
+It lies in /etc/kimi-rig/configurations/<name>.json, one for each serving configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rigctl.contract import layout
+from rigctl.contract.limits import Limits
+from rigctl.contract.order import Document, Order, Part, extended
+from rigctl.contract.served_checkpoints import ServedCheckpoints, Text
+
+Names = dict[str, str]
+
+
+class Endpoint(Part):
+    """An address that the engine listens on."""
+
+    host: Text
+    port: Annotated[int, Field(ge=1, le=65535)]
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches it, also when it listens on every address."""
+        everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # read, not bound
+        host = everywhere.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+
+class Eagle3(Part):
+    """EAGLE-3: a drafter of its own predicts from the target's hidden states."""
+
+    method: Literal["eagle3"]
+    drafter: Text
+    """Name of the checkpoint."""
+    steps: Annotated[int, Field(ge=1)]
+    draft_tokens: Annotated[int, Field(ge=1)]
+    """Tokens that one step verifies, with the bonus token."""
+    break_even_length: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None
+    """Acceptance length below which it is slower than no drafter, where that was measured."""
+
+
+Speculation = Eagle3
+"""Tagged by `method`. A further one is a model of its own: Annotated[Eagle3 | Ngram, Field(discriminator="method")]."""
+
+
+class LiveSettings(Part):
+    """What must be live on the host before an engine starts; one that runs need not restart for it."""
+
+    kernel_arguments: list[str]
+    module_options: dict[str, Names]
+    sysctls: Names
+    governor: str | None
+    disk_scheduler: Names
+    power_limit_w: int | None
+
+
+def _endpoints_and_method(old: Document) -> Document:
+    """Format 1 of a document of format 0, which had one address, one method, and no threshold of the unit alone."""
+    endpoint = {key: old[key] for key in ("host", "port")}
+    new = extended(old, endpoints=[endpoint], family=None, same_as=[])
+    new = {key: value for key, value in new.items() if key not in endpoint}
+    if old["speculation"] is not None:
+        new["speculation"] = extended(old["speculation"], method="eagle3")
+    # Its size is in the unit, which is written with it.
+    new["limits"] = extended(old["limits"], shared_memory=Limits().shared_memory)
+    return new
+
+
+class RunSpecification(Order):
+    """One configuration as deployed."""
+
+    FORMAT: ClassVar[int] = 1
+    upgrades = {0: _endpoints_and_method}
+    WRITTEN_WHOLE: ClassVar[bool] = True
+
+    name: Text
+    description: str
+    family: str | None
+    """Model family, where the catalogue names one."""
+    engine: Literal["vllm", "sglang"]
+    release: Text
+    endpoints: Annotated[list[Endpoint], Field(min_length=1)]
+    model: Text
+    """Name that clients use."""
+    tool_call_parser: str | None
+    reasoning_parser: str | None
+    api_key: bool
+    gpus: list[Annotated[int, Field(ge=0)]]
+    target_path: Text
+    drafter_path: Text | None
+    environment_path: Text
+    series: Text | None
+    """Directory of the release's patches."""
+    speculation: Speculation | None
+    checkpoints: ServedCheckpoints
+    harmless_log: list[str]
+    drain: Literal["none", "signal", "flag"]
+    rate_counts_bonus: bool
+    limits: Limits
+    host_settings: LiveSettings
+    unit_digest: str
+    """sha256 of the unit file."""
+    digest: Text
+    """Another one: a restart would change what runs (rig/artifacts/units.py)."""
+    same_as: list[Text]
+    """Digests that earlier versions of kimi-rig gave to the very same."""
+
+    @model_validator(mode="after")
+    def _drafter_has_a_name(self) -> Self:
+        if self.drafter_path is not None and self.checkpoints.drafter is None:
+            raise ValueError("drafter_path needs checkpoints.drafter")
+        return self
+
+    @property
+    def unit(self) -> str:
+        return layout.unit_name(self.name)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where rigctl talks to the engine."""
+        return self.endpoints[0]
+
+    @property
+    def base_url(self) -> str:
+        return self.endpoint.url
+
+    @property
+    def acceptance_floor(self) -> float:
+        """Acceptance length below which the drafter costs more than it brings: measured here, or the host's default."""
+        known = self.speculation.break_even_length if self.speculation else None
+        return known or self.limits.acceptance_floor
+
+    @property
+    def known_as(self) -> list[str]:
+        """Every digest of this very specification: a service that was started with one of them is current."""
+        return [self.digest, *self.same_as]
