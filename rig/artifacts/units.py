@@ -65,6 +65,7 @@ def run_specification(plan: HostPlan, name: str) -> RunSpecification:
     release, speculation = environment.release, configuration.speculation
     at, unit = plan.locations(configuration), unit_file(plan, name)
     content = {
+        "format": RunSpecification.FORMAT,
         "name": name,
         "description": configuration.description,
         "family": None,
@@ -305,6 +306,7 @@ def fallback_unit() -> str:
     return _JINJA.get_template("kimi-fallback.service.j2").render(mark=layout.UNIT_MARK, rigctl=layout.RIGCTL)
 
 
+@cache
 def unit_files(plan: HostPlan) -> Mapping[str, str]:
     """Absolute path -> text of every unit and run specification of a host."""
     files: dict[str, str] = {f"{layout.UNITS}/{layout.FALLBACK_UNIT}": fallback_unit()}

@@ -130,7 +130,7 @@ def running_current(digests: Mapping[str, Collection[str]], restart: str) -> Com
     restarts it without waiting for the load; "when-idle" leaves a unit behind that does so once no request runs.
     """
     started = host.get_fact(
-        Lines, script='for f in /run/kimi-rig/*/started.json; do d=${f%/*}; echo "${d##*/} $(cat $f)"; done'
+        Lines, script=f'for f in {layout.RUNTIME}/*/started.json; do d=${{f%/*}}; echo "${{d##*/}} $(cat $f)"; done'
     )
     running = dict(line.split(" ", 1) for line in started if " " in line)
     outdated = {name for name, text in running.items() if not any(one in text for one in digests.get(name, [""]))}

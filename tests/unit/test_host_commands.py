@@ -14,9 +14,10 @@ import pytest
 
 from rigctl.cli import main
 from rigctl.contract import layout
+from rigctl.errors import RigctlError
 from rigctl.services import doctor, leftovers, status, switching
 from rigctl.supervisor.ended import boot_id, failures, record
-from rigctl.supervisor.specification import Specification, named
+from rigctl.supervisor.specification import Specification, installed, named
 from tests.unit.serving import fields
 
 
@@ -171,6 +172,33 @@ def test_status_tells_what_an_operator_must_know(host: Host, capsys: pytest.Capt
     assert main(["status", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["runs"]["stale"] and rows["crashed"]["last_end"]["cause"] == "no progress"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{", "not JSON"), ('{"format": 9}', "format 9 is newer"), ('{"format": 1}', "b.json: name: is missing")],
+)
+def test_one_damaged_specification_hides_no_other(
+    host: Host, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    for name in ("a", "b", "c"):
+        host.add(name)
+    Path(layout.specification_path("b")).write_text(text)
+    assert main(["status", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert [*rows] == ["a", "b", "c"]
+    assert says in rows["b"]["status"] and rows["b"]["digest"] is None and not rows["b"]["stale"]
+    assert main(["status"]) == 0
+    assert says in capsys.readouterr().out
+    assert [found.name for found in installed()] == ["a", "c"]
+    with pytest.raises(RigctlError, match=says):
+        named("b")
+
+
+def test_a_configuration_that_is_not_there(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    host.add("vllm-base")
+    assert main(["switch", "vllm-bse"]) == 1
+    assert 'there is no configuration vllm-bse on this host, did you mean "vllm-base"?' in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from reprlib import Repr
 from typing import Any, ClassVar, Self
@@ -68,7 +69,7 @@ class Order(Part):
         current = dict(document)
         written = current.get("format", 0)
         if type(written) is not int or written < 0:
-            raise ContractError(f"{where}: format: a whole number is expected (got {written!r})")
+            raise ContractError(f"{where}: format: a whole number is expected (got {_SHORT.repr(written)})")
         if written > cls.FORMAT:
             raise ContractError(
                 f"{where}: format {written} is newer than this program reads (up to {cls.FORMAT}): "
@@ -158,6 +159,7 @@ def words(problem: ErrorDetails, known: Iterable[str]) -> str:
     return f"{problem['msg'].removeprefix('Value error, ')} (got {_SHORT.repr(problem['input'])})"
 
 
+@cache
 def keys(model: type[BaseModel]) -> frozenset[str]:
     """The keys of a model and of every model below it."""
     found = set(model.model_fields)

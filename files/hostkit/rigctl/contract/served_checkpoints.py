@@ -52,12 +52,12 @@ class ServedCheckpoints(Part):
     """The checkpoints of one configuration, by their names in the catalogue, and what they are used for."""
 
     target: Text
-    drafter: Text | None = None
+    drafter: Text | None
     """The checkpoint whose files it is: a drafter of a benchmark's variant names the one it is derived from."""
     version: Text
     """Of the engine."""
-    context: Annotated[int, Field(ge=1)] | None = None
+    context: Annotated[int, Field(ge=1)] | None
     """Tokens of prompt and answer together; the target's own limit when unset."""
-    trust_remote_code: bool = False
-    training: Training | None = None
+    trust_remote_code: bool
+    training: Training | None
     """Of the drafter."""
