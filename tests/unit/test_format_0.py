@@ -1,6 +1,6 @@
 """What e91294b wrote stays readable, and what it started stays current. Goes with rig/artifacts/format_0.py.
 
-tests/fixtures/format_0 was written by that version: its run specifications of the tour's host and of the sandbox, the
+tests/fixtures/e91294b/serving was written by that version: its run specifications of the tour's host and of the sandbox, the
 catalogues and plans that they were made of, and the state that it recorded for a rollback.
 """
 
@@ -30,7 +30,7 @@ from rigctl.supervisor.specification import Specification, named
 from tests.unit.test_operations import apply
 from tests.unit.test_run_specification import changed, parts
 
-WRITTEN = ROOT / "tests/fixtures/format_0"
+WRITTEN = ROOT / "tests/fixtures/e91294b/serving"
 FILES = sorted(path for place in ("tour", "sandbox") for path in (WRITTEN / place).iterdir())
 STATE = json.loads((WRITTEN / "state.json").read_text())
 
