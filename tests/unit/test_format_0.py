@@ -1,6 +1,6 @@
 """What e91294b wrote stays readable, and what it started stays current. Goes with rig/artifacts/format_0.py.
 
-tests/fixtures/e91294b/serving was written by that version: its run specifications of the tour's host and of the sandbox, the
+That version wrote tests/fixtures/e91294b/serving: its run specifications of the tour's host and of the sandbox, the
 catalogues and plans that they were made of, and the state that it recorded for a rollback.
 """
 

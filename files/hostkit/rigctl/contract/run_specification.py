@@ -10,9 +10,10 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rigctl.contract import layout
+from rigctl.contract.fields import Text
 from rigctl.contract.limits import Limits
 from rigctl.contract.order import Document, Order, Part, extended
-from rigctl.contract.served_checkpoints import ServedCheckpoints, Text
+from rigctl.contract.served_checkpoints import ServedCheckpoints
 
 Names = dict[str, str]
 

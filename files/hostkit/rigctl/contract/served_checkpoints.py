@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, model_validator
 
+from rigctl.contract.fields import Text
 from rigctl.contract.order import Part
-
-Text = Annotated[str, StringConstraints(min_length=1)]
 
 
 class Training(Part):
