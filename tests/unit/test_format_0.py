@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rig.artifacts.rollback_states import known_as
-from rig.artifacts.units import run_specification
+from rig.artifacts.units import run_specification, unit_files
 from rig.catalog.entries import ROOT, load_catalog
 from rig.host.settings import HostSettings
 from rig.operations import system
@@ -58,6 +58,7 @@ def same_plans() -> dict[str, HostPlan]:
             # A lock of today names another environment.
             environments = {key: replace(env, **one["environments"][key]) for key, env in plan.environments.items()}
             found[name] = replace(plan, environments=environments)
+            unit_files(found[name])  # rendered before a test moves the paths of a host
         return found
 
 
