@@ -72,7 +72,7 @@ def test_out_of_memory(box: DrillBox) -> None:
 
 
 def test_the_port_is_taken(box: DrillBox) -> None:
-    port = json.loads(box.path(f"{CONFIGURATIONS}/{NAME}.json").read_text())["port"]
+    port = json.loads(box.path(f"{CONFIGURATIONS}/{NAME}.json").read_text())["endpoints"][0]["port"]
     stranger = f"systemd-run -q --collect --unit drill-stranger python3 -m http.server -b 127.0.0.1 {port}"
     box.ssh(f"systemctl stop kimi-{NAME}; {stranger}; {listens(port)}")
     begun = time.monotonic()
@@ -148,7 +148,7 @@ while True:
 
 
 def test_the_first_moment_is_noticed_and_a_switch_has_no_gaps(box: DrillBox) -> None:
-    port = json.loads(box.path(f"{CONFIGURATIONS}/{NAME}.json").read_text())["port"]
+    port = json.loads(box.path(f"{CONFIGURATIONS}/{NAME}.json").read_text())["endpoints"][0]["port"]
     box.ssh(f"systemctl start kimi-{OTHER}")
     begun = time.monotonic()
     noticed, probes, gaps, parts = [], [], [], []
