@@ -22,7 +22,7 @@ def checkpoints(plan: HostPlan) -> None:
             path=plan.checkpoint_paths[name],
             hub_token=plan.data.hub_token_file is not None,
         )
-    drafters_fit(name="Check that drafters fit", pairs=pairs(plan))
+    drafters_fit(name="Check that drafters fit", order=pairs(plan))
 
 
 if __name__ == "builtins":

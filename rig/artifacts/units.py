@@ -17,6 +17,7 @@ from rig.host.settings import HostSettings
 from rig.plan.command_lines import command_line, served_model_name
 from rig.plan.host_plan import HostPlan, canonical_digest
 from rigctl.contract import layout
+from rigctl.contract.drafter_pairs import DrafterPair, DrafterPairs
 from rigctl.contract.run_specification import LiveSettings, RunSpecification
 from rigctl.contract.served_checkpoints import ServedCheckpoints
 
@@ -169,28 +170,28 @@ def used_checkpoints(plan: HostPlan, configuration: Configuration) -> ServedChec
     )
 
 
-def pairs(plan: HostPlan) -> list[dict[str, Any]]:
+def pairs(plan: HostPlan) -> DrafterPairs:
     """Every configuration with a drafter, as `rigctl checkpoints pairs` takes it."""
     found = []
     for name, configuration in plan.serving.items():
-        if configuration.speculation is None:
-            continue
         at = plan.locations(configuration)
+        if configuration.speculation is None or at.drafter is None:
+            continue
         # Permissions to go beyond a model's limits; the rest is no business of the fit.
         allowed = {k: v for k, v in engine_environment(plan, configuration).items() if "_ALLOW_" in k}
         found.append(
-            {
-                "name": name,
-                "engine": plan.environments[configuration.release].release.engine,
-                "release": configuration.release,
-                "target_path": at.target,
-                "drafter_path": at.drafter,
-                "checkpoint_path": plan.checkpoint_paths[configuration.speculation.drafter],
-                "checkpoints": used_checkpoints(plan, configuration).model_dump(),
-                "environment": allowed,
-            }
+            DrafterPair(
+                name=name,
+                engine=plan.environments[configuration.release].release.engine,
+                release=configuration.release,
+                target_path=at.target,
+                drafter_path=at.drafter,
+                checkpoint_path=plan.checkpoint_paths[configuration.speculation.drafter],
+                checkpoints=used_checkpoints(plan, configuration),
+                environment=allowed,
+            )
         )
-    return found
+    return DrafterPairs(pairs=found)
 
 
 def _checkpoints_of(configuration: Configuration) -> list[str]:

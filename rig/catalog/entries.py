@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -28,12 +27,16 @@ from pydantic import (
 )
 
 from rig.catalog.yaml_source import CatalogError, Document, load
-from rigctl.checkpoints import manifest as manifests
+from rigctl.contract.checkpoint_job import NAME as CHECKPOINT_NAME
+from rigctl.contract.checkpoint_job import Role
 from rigctl.contract.environment_build import Index
-from rigctl.contract.fields import Distribution, Dotted, HostPath, Text, Variable, host_path
+from rigctl.contract.fields import Address, Distribution, Dotted, HostPath, Sha256, Text, Variable, host_path
 from rigctl.contract.kernel_job import KernelLibrary
-from rigctl.contract.order import Part, keys, nearest
+from rigctl.contract.manifest import Manifest
+from rigctl.contract.order import Part, keys, words
+from rigctl.contract.order import place as place_of
 from rigctl.contract.served_checkpoints import Provenance, Training
+from rigctl.contract.sources import Source
 from rigctl.errors import RigctlError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,15 +79,6 @@ def _network(text: str) -> str:
     return text
 
 
-def _address(text: str) -> str:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", text):
-            raise ValueError("neither an IP address nor a host name") from None
-    return text
-
-
 def _flag_value(value: Any) -> Any:
     try:
         whole = isinstance(value, bool | int | str | dict | list) or math.isfinite(value)
@@ -96,18 +90,7 @@ def _flag_value(value: Any) -> Any:
     return value
 
 
-def _web_address(text: str) -> str:
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or not text.isprintable() or " " in text:
-        raise ValueError("an address begins with http:// or https://, and a host")
-    if "@" in parts.netloc or parts.query or parts.fragment:
-        raise ValueError("an address has no user, password, query or fragment: they would be readable by all")
-    return text.rstrip("/")
-
-
 Network = Annotated[str, AfterValidator(_network)]
-WebAddress = Annotated[str, AfterValidator(_web_address)]
-Address = Annotated[str, AfterValidator(_address)]
 
 
 class Entry(Part):
@@ -176,89 +159,14 @@ class Configuration(Entry):
     environment: dict[Variable, str] = {}
 
 
-class Files(Entry):
-    """A source of files. include, exclude: shell patterns over relative paths, where * crosses /; exclude wins."""
-
-    include: Annotated[list[Text], Field(min_length=1)] = ["*"]
-    exclude: list[Text] = []
-
-
-class HubSource(Files):
-    """Files of a model hub repository at a pinned revision."""
-
-    kind: Literal["hub"]
-    repository: Annotated[str, StringConstraints(pattern=r"^[\w.-]+/[\w.-]+$")]
-    revision: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")] | None = None
-    endpoint: WebAddress | None = None
-    """Unset: the hub client's own."""
-    mirror: WebAddress | None = None
-    """Asked when the endpoint does not answer; never gets the token."""
-    transfer: Literal["auto", "http", "xet"] = "auto"
-    """auto: the hub's chunked transfer for large files where it is offered, else HTTP ranges (docs/checkpoints.md)."""
-    allow_unpinned: bool = False
-    """In as many words: without a revision, take what the hub calls main on the day it is staged."""
-
-
-class HttpSource(Files):
-    """A directory on a web server, with a manifest."""
-
-    kind: Literal["http"]
-    url: WebAddress
-    manifest_url: WebAddress | None = None
-    """Unset: manifest.json below url."""
-    mirror: WebAddress | None = None
-
-
-class RsyncSource(Files):
-    """A directory of another host, by rsync over SSH."""
-
-    kind: Literal["rsync"]
-    host: Address
-    path: HostPath
-    user: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.-]*$")] = "root"
-    port: Annotated[int, Field(ge=1, le=65535)] = 22
-    identity_file: HostPath | None = None
-    """Private key on the host that is deployed to, readable by its owner only; unset: root's own keys."""
-    known_hosts: HostPath | None = None
-    """File on that host with the other one's key; unset: root's own. An unknown key is refused."""
-
-
-class LocalSource(Files):
-    """A directory of the host itself, such as a mounted disk: copied, never moved or linked."""
-
-    kind: Literal["local"]
-    path: HostPath
-
-
-class DirectorySource(Files):
-    """Files that are already on the host and are adopted where they lie."""
-
-    kind: Literal["directory"]
-
-
-class GeneratorSource(Entry):
-    """A tiny checkpoint made on the host by `rigctl tiny-kimi`."""
-
-    kind: Literal["generator"]
-    generator: Text
-
-
-SOURCES = (HubSource, HttpSource, RsyncSource, LocalSource, DirectorySource, GeneratorSource)
-KINDS = {kind for source in SOURCES for kind in get_args(source.model_fields["kind"].annotation)}
-Source = Annotated[
-    HubSource | HttpSource | RsyncSource | LocalSource | DirectorySource | GeneratorSource,
-    Field(discriminator="kind"),
-]
-
-
 class Checkpoint(Entry):
     """A model or a drafter: where it comes from and where it lies on the host."""
 
-    role: Literal["target", "drafter"]
+    role: Role
     path: Annotated[str, AfterValidator(_checkpoint_path)]
     """Absolute, or below one of the host's path variables: {models}, {drafters}."""
     source: Source
-    digests: dict[Text, Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]] = {}
+    digests: dict[Text, Sha256] = {}
     """sha256 of files that are known from elsewhere: whatever the source lists must agree."""
     bandwidth_limit: Annotated[int, Field(ge=1)] | None = None
     """Bytes a second that staging may take."""
@@ -471,6 +379,9 @@ def _parse(document: Document, model: type[E_], section: str, findings: list[Fin
         if not NAME.fullmatch(name):
             found((name,), "a name is lower-case letters, digits, '.', '_' and '-' (a unit is named after it)")
             continue
+        if section == "checkpoints" and not re.fullmatch(CHECKPOINT_NAME, name):
+            found((name,), "the name of a checkpoint has at most 80 characters")
+            continue
         if section == "serving" and TAKEN.fullmatch(name):
             found((name,), "this name is taken: units or files of kimi-rig itself bear it")
             continue
@@ -478,18 +389,8 @@ def _parse(document: Document, model: type[E_], section: str, findings: list[Fin
             entries[name] = model.model_validate(value)
         except ValidationError as error:
             for problem in error.errors(include_url=False):
-                path = tuple(part for part in problem["loc"] if part not in {*KINDS, "git"})
-                message = problem["msg"].removeprefix("Value error, ")
-                if problem["type"] == "extra_forbidden":
-                    message = f"there is no such key{nearest(str(path[-1]), keys(model) - {str(path[-1])})}"
-                found((name, *path), message + _got(problem))
+                found((name, *place_of(problem, value)), words(problem, keys(model)))
     return entries
-
-
-def _got(problem: Mapping[str, Any]) -> str:
-    if problem["type"] in ("missing", "extra_forbidden"):
-        return ""
-    return f" (got {problem['input']!r})"
 
 
 def _cross_check(catalog: Catalog, documents: Mapping[str, Document]) -> Iterator[Finding]:
@@ -524,7 +425,7 @@ def _check_manifests(catalog: Catalog, document: Document, folder: Path) -> Iter
         place = folder / f"{name}.json"
         try:
             if place.is_file():
-                manifests.load(place)
+                Manifest.read(place)
         except RigctlError as error:
             message = f"{error}: remove it, and `make pin CHECKPOINT={name}` writes it anew"
             yield Finding(str(document.place((name,))), "checkpoints", (name,), message)

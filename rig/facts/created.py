@@ -17,12 +17,14 @@ from rigctl.contract import layout
 class Created:
     """The record. there: (kind, name) of entries that exist now. inside: recorded directory -> what lies in it.
     adopted: trees with a checkpoint that was found, not staged: it came to its path after a staging had failed there.
+    unreadable: records of checkpoints that do not say where theirs lies and whose it is.
     """
 
     recorded: bool = False
     there: tuple[tuple[str, str], ...] = ()
     inside: dict[str, list[str]] = field(default_factory=dict)
     adopted: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
 
     def names(self, *kinds: str) -> list[str]:
         """Names of what is there of these kinds, in the order of the record."""
@@ -43,16 +45,17 @@ class CreatedThings(FactBase[Created]):
         )
         inside = '[ "$kind" != directory ] || find "$name" -mindepth 1 -maxdepth 1 -printf "inside|$name|%p\\n"'
         real = '[ "$kind" != tree ] || echo "real|$name|$(readlink -f -- "$name")"'
-        # One key a line, those of the record itself indented by one blank (rigctl/checkpoints/paths.py, write_json).
-        adopted = (
+        # Not asked of rigctl: it may be broken, or gone by an uninstall that was interrupted. JSON has no line break
+        # but between its parts.
+        records = (
             f"for r in {layout.STATE}/checkpoints/*.json; do "
-            '! grep -qs \'^ "origin": "adopted"\' "$r" || sed -n \'s/^ "path": /adopted|/p\' "$r"; done'
+            '[ ! -e "$r" ] || { printf "record|%s|" "$r"; tr "\\n" " " < "$r"; echo; }; done'
         )
         return (
             f"[ ! -e {layout.CREATED} ] || {{ echo recorded; "
             'while read -r kind name || [ -n "$kind" ]; do '
             f'if {present}; then echo "there|$kind|$name"; {inside}; {real}; fi; done < {layout.CREATED}; '
-            f"{adopted}; }}; true"
+            f"{records}; }}; true"
         )
 
     def default(self) -> Created:  # type: ignore[override]  # see rig/facts/state.py
@@ -62,10 +65,11 @@ class CreatedThings(FactBase[Created]):
         there: list[tuple[str, str]] = []
         inside: dict[str, list[str]] = {}
         real: dict[str, PurePosixPath] = {}
-        adopted: list[str] = []
+        adopted: list[PurePosixPath] = []
+        unreadable: list[str] = []
         recorded = False
         for line in output:
-            match line.split("|"):
+            match line.split("|", 2):
                 case ["recorded"]:
                     recorded = True
                 case ["there", kind, name]:
@@ -74,10 +78,15 @@ class CreatedThings(FactBase[Created]):
                     inside.setdefault(directory, []).append(path)
                 case ["real", tree, path]:
                     real[tree] = PurePosixPath(path)
-                case ["adopted", text]:
-                    adopted.append(json.loads(text.rstrip(",")))
-        theirs = [tree for tree, place in real.items() if any(PurePosixPath(p).is_relative_to(place) for p in adopted)]
-        return Created(recorded, tuple(there), inside, tuple(theirs))
+                case ["record", path, text]:
+                    try:
+                        record = json.loads(text)
+                        if record["origin"] == "adopted":
+                            adopted.append(PurePosixPath(record["path"]))
+                    except (ValueError, KeyError, TypeError):
+                        unreadable.append(path)
+        theirs = [tree for tree, place in real.items() if any(path.is_relative_to(place) for path in adopted)]
+        return Created(recorded, tuple(there), inside, tuple(theirs), tuple(unreadable))
 
 
 class PackagesRemovedWith(FactBase[dict[str, set[str]]]):

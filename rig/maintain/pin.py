@@ -11,18 +11,18 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rig.artifacts.checkpoint_orders import local_manifest, patterns, source_of
-from rig.catalog.entries import INVENTORY, Checkpoint, DirectorySource, GeneratorSource, HubSource, load_catalog
+from rig.artifacts.checkpoint_orders import local_manifest
+from rig.catalog.entries import INVENTORY, Checkpoint, load_catalog
 from rig.catalog.yaml_source import CatalogError
 from rig.cli.arguments import Parser
-from rigctl.checkpoints import spec
-from rigctl.checkpoints.manifest import Manifest
-from rigctl.checkpoints.paths import write_json, write_whole
 from rigctl.checkpoints.progress import Progress, human_bytes
 from rigctl.checkpoints.sources import open_source
+from rigctl.contract.checkpoint_job import CheckpointJob
+from rigctl.contract.manifest import Manifest
+from rigctl.contract.sources import DirectorySource, GeneratorSource, HubSource
 from rigctl.errors import RigctlError
+from rigctl.whole_files import write_json, write_whole
 
 CATALOGUE = INVENTORY / "checkpoints.yaml"
 
@@ -52,17 +52,17 @@ def pin(name: str, revision: str | None, token_file: Path | None) -> tuple[Manif
 
 def listed(name: str, entry: Checkpoint, revision: str | None, token_file: Path | None) -> Manifest:
     """What the source has, of the files that the entry wants. Raises PinFailed."""
-    source: dict[str, Any] = source_of(entry)
-    if source["type"] == "hub":
-        source = {**source, "revision": revision or source["revision"], "allow_unpinned": True}
-        source |= {"token": {"file": str(token_file)}} if token_file else {}
-    content = {"name": name, "destination": f"/{name}", "source": source, "retries": 2, **patterns(entry)}
+    source, token = entry.source.model_dump(), None
+    if isinstance(entry.source, HubSource):
+        source |= {"revision": revision or entry.source.revision, "allow_unpinned": True}
+        token = {"file": str(token_file.resolve())} if token_file else None
+    order = {"format": CheckpointJob.FORMAT, "name": name, "destination": f"/{name}", "source": source, "token": token}
     try:
-        wanted = spec.parse({**content, "digests": entry.digests}, f"checkpoints.{name}")
-        found = open_source(wanted, Progress(name), threading.Event()).listing()
+        job = CheckpointJob.parse({**order, "retries": 2}, f"checkpoints.{name}")
+        found = open_source(job, Progress(name), threading.Event()).listing()
         if found is None:
             raise PinFailed(f"checkpoint {name}: its source lists nothing")
-        return found.select(wanted.include, wanted.exclude).agreeing(wanted.digests)
+        return found.wanted(job.source, entry.digests)
     except RigctlError as error:
         raise PinFailed(f"checkpoint {name} stays as it is: {error}") from error
 
@@ -70,7 +70,7 @@ def listed(name: str, entry: Checkpoint, revision: str | None, token_file: Path 
 def written(place: Path, manifest: Manifest) -> bool:
     """Write a manifest; False if it was there already."""
     before = place.read_bytes() if place.is_file() else b""
-    write_json(place, manifest.to_json())
+    write_json(place, manifest.document())
     return place.read_bytes() != before
 
 

@@ -27,12 +27,12 @@ from rig.catalog.yaml_source import CatalogError
 from rig.cli.arguments import Parser
 from rig.maintain.locks import LOCKS, LockError, Recipe, read_recipes, write_lock
 from rig.plan.command_lines import Locations, command_line
-from rigctl.checkpoints.paths import write_whole
 from rigctl.contract.environment_build import EnvironmentBuild, Index
 from rigctl.engines import environment, probes
 from rigctl.engines.drift import read_lock
 from rigctl.engines.installed import site_packages
 from rigctl.errors import RigctlError
+from rigctl.whole_files import write_whole
 
 FACTS = ROOT / "files" / "releases"
 RELEASES = INVENTORY / "releases.yaml"

@@ -17,11 +17,13 @@ from rig.artifacts.checkpoint_orders import (
     specification_path,
     wanted_identity,
 )
-from rig.catalog.entries import Checkpoint, GeneratorSource, HubSource
+from rig.catalog.entries import Checkpoint
 from rig.facts.state import Lines
 from rig.operations import jobs
 from rig.operations.common import Commands, made, note, notice, refuse, remember, script
 from rigctl.contract import layout
+from rigctl.contract.drafter_pairs import DrafterPairs
+from rigctl.contract.sources import GeneratorSource, HubSource
 
 # 595 GB at 100 Mbit/s take 13 hours; a job that outlasts this has hung.
 LIMIT_SECONDS = 48 * 3600
@@ -75,13 +77,13 @@ def checkpoint(checkpoint_name: str, entry: Checkpoint, path: str, hub_token: bo
 
 
 @operation()
-def drafters_fit(pairs: list[dict[str, Any]]) -> Commands:
+def drafters_fit(order: DrafterPairs) -> Commands:
     """Every configuration's drafter fits its target on its engine release, judged on the host by the files that lie
     there; layer ids that a release must read stand in an overlay beside the checkpoint, which stays as it is."""
-    if not pairs:
+    if not order.pairs:
         host.noop("no configuration has a drafter")
         return
-    judge = f"{layout.RIGCTL} checkpoints pairs --json {shlex.quote(json.dumps(pairs))}"
+    judge = f"{layout.RIGCTL} checkpoints pairs --json {shlex.quote(json.dumps(order.document()))}"
     found = [json.loads(line) for line in host.get_fact(Lines, script=judge) if line.startswith("{")]
     _warn(found)
     refused = [one for one in found if one["error"] is not None]

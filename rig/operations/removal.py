@@ -11,7 +11,7 @@ from pyinfra.api import operation
 from rig.facts.created import CreatedThings, PackagesRemovedWith
 from rig.facts.state import Lines
 from rig.host.system_files import OUR_ARGUMENTS
-from rig.operations.common import Commands, note, notice, reached, script
+from rig.operations.common import Commands, note, notice, reached, refuse, script
 from rig.plan import removal
 from rigctl.contract import layout
 
@@ -45,6 +45,12 @@ def units_removed() -> Commands:
 def paths_removed() -> Commands:
     """Files, links and directories of ours are gone; a directory that holds something foreign stays."""
     created = host.get_fact(CreatedThings)
+    if created.unreadable:
+        yield from refuse(
+            f"{', '.join(created.unreadable)}: not readable, so it is not known whether this checkpoint was staged or "
+            "found on the host. Move the checkpoint away if it is yours, remove that file, and uninstall again"
+        )
+        return
     trees = _existing(removal.trees(created))
     files = removal.files(created)
     directories, kept = removal.directories(created)

@@ -10,8 +10,7 @@ from typing import Any
 
 from rig.catalog.entries import Checkpoint
 from rig.plan.host_plan import HostPlan, overlay_path, writes_ids
-from rigctl.checkpoints.eagle3_conventions import Engine, trained_input_ids
-from rigctl.checkpoints.fit import CONSEQUENCE
+from rigctl.contract.eagle3_conventions import MISMATCH, Engine, trained_input_ids
 
 
 def drafters_json(plan: HostPlan) -> list[dict[str, Any]]:
@@ -59,7 +58,7 @@ def _lines(one: dict[str, Any]) -> Iterator[str]:
     yield f"{one['configuration']} = {one['drafter']}"
     if one["trained_for"] not in (None, one["target"]):
         yield f"    WARNING: trained for {one['trained_for']}, used with {one['target']};"
-        yield f"    {CONSEQUENCE}"
+        yield f"    {MISMATCH}"
     if one["written"] is not None:
         yield f"    trained on the inputs of layers {one['trained_on_inputs_of']} ({one['convention']} ids); the engine"
         yield f"    reads {one['written']} in {one['written_to']}"

@@ -23,11 +23,8 @@ from rig.catalog.entries import (
     Catalog,
     Checkpoint,
     Configuration,
-    HostPath,
-    HubSource,
     Package,
     Release,
-    Text,
     load_catalog,
     overlapping,
 )
@@ -39,8 +36,10 @@ from rig.host.system_files import HostFileError, host_files
 from rig.host.topology import Decision, TopologyError, decide
 from rig.plan.command_lines import Locations
 from rigctl.contract import layout
+from rigctl.contract.fields import HostPath, Text
 from rigctl.contract.limits import Limits
 from rigctl.contract.order import nearest
+from rigctl.contract.sources import HubSource
 
 # The interpreter of each supported distribution (os-release ID-VERSION_ID), known before anything is installed.
 DISTRIBUTION_PYTHON = {"debian-12": "3.11", "ubuntu-24.04": "3.12"}

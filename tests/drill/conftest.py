@@ -22,13 +22,14 @@ from typing import Any
 import pytest
 
 from rig.artifacts.units import unit_files
-from rig.catalog.entries import ROOT, Checkpoint, Configuration, GeneratorSource, Listen, Release, Speculation
+from rig.catalog.entries import ROOT, Checkpoint, Configuration, Listen, Release, Speculation
 from rig.host.settings import HostSettings
 from rig.operations.hostkit import hostkit_path
 from rig.plan.host_plan import Environment, HostPlan, host_plan
 from rig.sandbox import Box
 from rigctl.contract import layout
 from rigctl.contract.limits import Limits
+from rigctl.contract.sources import GeneratorSource
 from tests.sandbox.conftest import DeployBox, bare_box, engine_port
 from tests.unit.serving import checkpoint, drafter
 

@@ -46,13 +46,13 @@ from rig.operations.benchmark import generator_environment
 from rig.plan.host_plan import HostPlan, plan_from_facts
 from rigctl.contract import layout
 from rigctl.contract.limits import Limits
-from rigctl.json_files import read_json
 from rigctl.nvidia_smi import nvidia_smi
 from rigctl.supervisor.activity import gpu_memory
 from rigctl.supervisor.engine_client import Engine, Speculation
 from rigctl.supervisor.specification import named
 from rigctl.tiny_kimi.automaton import CHAT, CONTENT
 from rigctl.tiny_kimi.prediction import predict_counters
+from rigctl.whole_files import read_object
 from tests.gpu import standin_systemd as units
 from tests.gpu.host_stage import inventory, read_facts, run
 from tests.gpu.wheels import POINTER
@@ -219,7 +219,7 @@ def wait_free(gpus: Iterable[int], seconds: float = 30) -> tuple[float, list[int
 
 
 def started(name: str) -> dict[str, Any]:
-    return read_json(named(name).runtime / "started.json") or {}
+    return read_object(named(name).runtime / "started.json") or {}
 
 
 def last_words(name: str) -> str:
@@ -235,7 +235,7 @@ def start(variant: Variant) -> dict[str, Any]:
     code = units.start(f"kimi-{variant.name}.service")
     seconds = round(time.monotonic() - begin, 1)
     if code != 0:
-        cause = (read_json(named(variant.name).state / "ended.json") or {}).get("cause")
+        cause = (read_object(named(variant.name).state / "ended.json") or {}).get("cause")
         raise Wrong(f"not accepted after {seconds} s: {cause}: {last_words(variant.name)}")
     found = started(variant.name)
     return {
@@ -478,7 +478,7 @@ def tensor(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
         while units.read(unit)["MainPID"] == main and time.monotonic() - begin < 120:
             time.sleep(0.05)
         found["ended_after"] = round(time.monotonic() - begin, 2)
-        found["cause"] = (read_json(named(first.name).state / "ended.json") or {}).get("cause")
+        found["cause"] = (read_object(named(first.name).state / "ended.json") or {}).get("cause")
         while units.read(unit)["ActiveState"] == "activating" and time.monotonic() - begin < 300:
             time.sleep(0.2)
         found["restarted"] = units.read(unit)["ActiveState"]
@@ -656,7 +656,7 @@ def main() -> int:
     if not Path("/run/systemd/system").is_dir():
         units.install(programs)
     arguments.cards = len(nvidia_smi("--query-gpu=index"))
-    results: dict[str, Any] = read_json(WORK / "results.json") or {}
+    results: dict[str, Any] = read_object(WORK / "results.json") or {}
     results["machine"] = {
         "date": time.strftime("%Y-%m-%d"),
         "cards": nvidia_smi("--query-gpu=index,name,driver_version,memory.total"),

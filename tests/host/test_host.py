@@ -14,12 +14,13 @@ from rig.artifacts.kernel_orders import kernel_files, kernels
 from rig.artifacts.receipt import receipt_items
 from rig.artifacts.rollback_states import known_as, of_state, rollback_text, rolled_back
 from rig.artifacts.units import conflicts, pairs
-from rig.catalog.entries import ROOT, GeneratorSource
+from rig.catalog.entries import ROOT
 from rig.host.settings import ACS_UNIT
 from rig.host.system_files import POWER_UNIT
 from rig.operations.files import Directory, File, Link
 from rig.operations.hostkit import SOURCE, hostkit_files, hostkit_path
 from rigctl.contract import layout
+from rigctl.contract.sources import GeneratorSource
 from rigctl.engines.drift import KERNEL_RECORD, read_lock
 from rigctl.engines.environment import LOCK, SERIES
 from rigctl.engines.installed import normalised
@@ -145,10 +146,10 @@ def test_checkpoint(target: Target, checkpoint: str) -> None:
 
 def test_drafters_fit(target: Target) -> None:
     wanted = pairs(target.plan)
-    judged = target.host.run(f"rigctl checkpoints pairs --json {shlex.quote(json.dumps(wanted))}")
+    judged = target.host.run(f"rigctl checkpoints pairs --json {shlex.quote(json.dumps(wanted.document()))}")
     assert judged.rc == 0, judged.stderr
     found = [json.loads(line) for line in judged.stdout.splitlines()]
-    assert [one["name"] for one in found] == [one["name"] for one in wanted]
+    assert [one["name"] for one in found] == [pair.name for pair in wanted.pairs]
     assert not [one for one in found if one["overlay"] == "absent"], "an overlay is not as its drafter's entry says"
 
 

@@ -26,8 +26,8 @@ from typing import Any
 from rig.catalog.entries import ROOT  # also makes rigctl importable
 from rigctl.checkpoints import record as records
 from rigctl.checkpoints import staging
-from rigctl.checkpoints.manifest import Entry, Manifest
 from rigctl.checkpoints.verify import Seen
+from rigctl.contract.manifest import Manifest
 from tests.staging import synthetic
 from tests.staging.hubserver import COMMIT, REPOSITORY
 
@@ -75,6 +75,7 @@ class Host:
     def spec(self, source: dict[str, Any], **keys: Any) -> Path:
         """Write a spec file."""
         content = {
+            "format": 1,
             "name": "tiny",
             "destination": str(self.destination),
             "source": source,
@@ -151,7 +152,7 @@ def download(host: Host, server: Server, files: list[str], *, total: int, runs: 
         peaks.append(peak)
         return seconds
 
-    hub = {"type": "hub", "repository": REPOSITORY, "revision": COMMIT, "endpoint": server.address}
+    hub = {"kind": "hub", "repository": REPOSITORY, "revision": COMMIT, "endpoint": server.address}
     parallel = f"curl -sS --no-progress-meter --fail -Z --parallel-max 8 -K {config} 2>/dev/null"
     hashing = f'find {out} -type f -print0 | xargs -0 -n 1 -P "$(nproc)" sha256sum'
     curls = {
@@ -161,7 +162,7 @@ def download(host: Host, server: Server, files: list[str], *, total: int, runs: 
         "curl -Z 8 with sync and sha256sum": f"{parallel} && sync -f {out} && {hashing}",
     }
     works: dict[str, Callable[[], float]] = {name: partial(timed, command) for name, command in curls.items()}
-    works["http source"] = lambda: stage({"type": "http", "url": f"{server.address}/plain"})
+    works["http source"] = lambda: stage({"kind": "http", "url": f"{server.address}/plain"})
     works["hub source"] = lambda: stage(hub)
     taken = medians(runs, works, clear)
     print(f"download of {total / 1e6:.0f} MB in {len(files)} files, MB/s", flush=True)
@@ -176,7 +177,7 @@ def download(host: Host, server: Server, files: list[str], *, total: int, runs: 
 def verification(host: Host, server: Server, total: int, runs: int) -> None:
     """Full verification of a staged checkpoint, against sha256sum."""
     if not host.destination.exists():
-        source = {"type": "hub", "repository": REPOSITORY, "revision": COMMIT, "endpoint": server.address}
+        source = {"kind": "hub", "repository": REPOSITORY, "revision": COMMIT, "endpoint": server.address}
         host.run("stage", "tiny", "--spec", str(host.spec(source)))
     find = f"find {host.destination} -type f -print0"
     timed(f"{find} | xargs -0 cat")  # page cache: the comparison is of hashing
@@ -211,9 +212,9 @@ def quick(host: Host, runs: int) -> None:
         place = root / f"model-{number + 1:05d}-of-000064.safetensors"
         with place.open("wb") as handle:
             handle.truncate(9_000_000_000)
-        entries.append(Entry(place.name, 9_000_000_000, sha256="0" * 64))
+        entries.append({"path": place.name, "size": 9_000_000_000, "sha256": "0" * 64})
         seen[place.name] = Seen.of(place.stat())
-    manifest = Manifest("sparse", None, tuple(entries))
+    manifest = Manifest.listed("sparse", None, entries)
     host.state.save(records.Record("sparse", str(root), "adopted", manifest, seen, 0.0, 0.0))
     taken = medians(runs, {"quick": lambda: host.run("verify", "sparse")[0]}, lambda: None)["quick"]
     shutil.rmtree(root)
@@ -230,7 +231,7 @@ def resume(host: Host, root: Path, total: int, runs: int) -> None:
 
 
 def _resume(host: Host, server: Server, total: int, runs: int) -> None:
-    source = {"type": "hub", "repository": REPOSITORY, "revision": COMMIT, "endpoint": server.address}
+    source = {"kind": "hub", "repository": REPOSITORY, "revision": COMMIT, "endpoint": server.address}
     again = []
     for _ in range(runs):
         host.clear()
@@ -274,7 +275,7 @@ def main() -> None:
         total = sum((root / name).stat().st_size for name in files)
         server = Server(root)
         host = Host(scratch)
-        hub = {"type": "hub", "repository": REPOSITORY, "revision": COMMIT, "endpoint": server.address}
+        hub = {"kind": "hub", "repository": REPOSITORY, "revision": COMMIT, "endpoint": server.address}
         pinned = host.spec(hub, manifest=None)
         host.run("pin", "--spec", str(pinned), "--output", str(scratch / "manifest.json"))
         if "download" in arguments.figures:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from rigctl.checkpoints import record, staging
-from rigctl.checkpoints import spec as specs
 from rigctl.checkpoints.progress import Progress
+from rigctl.contract.checkpoint_job import CheckpointJob
 from tests.staging import synthetic
 from tests.staging.hubserver import COMMIT, REPOSITORY, Hub
 from tests.staging.proxy import Proxy
@@ -69,9 +69,10 @@ class Bench:
         """The workplace beside it."""
         return self.root / "models" / ".tiny.partial"
 
-    def spec(self, source: dict[str, Any], **keys: Any) -> specs.Spec:
+    def spec(self, source: dict[str, Any], **keys: Any) -> CheckpointJob:
         """A checked spec with quick retries."""
         content = {
+            "format": CheckpointJob.FORMAT,
             "name": "tiny",
             "destination": str(self.destination),
             "source": source,
@@ -81,9 +82,9 @@ class Bench:
             "stall": 5.0,
             **keys,
         }
-        return specs.parse(content, "test")
+        return CheckpointJob.parse(content, "test")
 
-    def job(self, wanted: specs.Spec, stop: threading.Event | None = None) -> staging.Job:
+    def job(self, wanted: CheckpointJob, stop: threading.Event | None = None) -> staging.Job:
         """A job whose events are kept."""
         self.progress = Progress(wanted.name, events=self.events)
         return staging.Job(wanted, self.state, self.progress, stop or threading.Event())
@@ -93,7 +94,7 @@ class Bench:
         place = self.root / "manifest.json"
         listed = self.job(self.spec(hub_source(hub.address))).source.listing()
         assert listed is not None
-        place.write_text(json.dumps(listed.to_json()))
+        place.write_text(json.dumps(listed.document()))
         return str(place)
 
     def stage(self, source: dict[str, Any], **keys: Any) -> staging.Outcome:
@@ -111,12 +112,12 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 def hub_source(address: str, **keys: Any) -> dict[str, Any]:
     """The hub source of the synthetic repository."""
-    return {"type": "hub", "repository": REPOSITORY, "revision": COMMIT, "endpoint": address, **keys}
+    return {"kind": "hub", "repository": REPOSITORY, "revision": COMMIT, "endpoint": address, **keys}
 
 
 def http_source(address: str, **keys: Any) -> dict[str, Any]:
     """The same files as a plain web directory."""
-    return {"type": "http", "url": f"{address}/plain", **keys}
+    return {"kind": "http", "url": f"{address}/plain", **keys}
 
 
 def same_files(one: Path, other: Path) -> bool:

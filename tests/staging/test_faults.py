@@ -95,6 +95,7 @@ def command(bench: Bench, hub: Hub) -> Iterator[Callable[[dict[str, Any]], subpr
 
     def start(keys: dict[str, Any]) -> subprocess.Popen[str]:
         content = {
+            "format": 1,
             "name": "tiny",
             "destination": str(bench.destination),
             "source": hub_source(hub.address),
@@ -165,7 +166,7 @@ def test_refused_token_in_the_middle_stops_at_once(bench: Bench, hub: Hub, tmp_p
     hub.token = "first"
     (tmp_path / "token").write_text("first")
     (tmp_path / "token").chmod(0o600)
-    source = hub_source(hub.address, token={"file": str(tmp_path / "token")})
+    source, token = hub_source(hub.address), {"file": str(tmp_path / "token")}
 
     def expire() -> None:
         wait_for(lambda: hub.sent_so_far() > total(hub) // 3)
@@ -174,13 +175,13 @@ def test_refused_token_in_the_middle_stops_at_once(bench: Bench, hub: Hub, tmp_p
     watcher = threading.Thread(target=expire)
     watcher.start()
     with pytest.raises(RigctlError, match=r"answers 401: the token is .*run the job again"):
-        bench.stage(source, workers=1, bandwidth_limit=total(hub) // 2)
+        bench.stage(source, token=token, workers=1, bandwidth_limit=total(hub) // 2)
     watcher.join()
     assert not bench.destination.exists()
     sent = hub.total_sent()
     assert total(hub) // 3 < sent < total(hub)
     (tmp_path / "token").write_text("second")
-    bench.stage(source)
+    bench.stage(source, token=token)
     assert hub.total_sent() <= total(hub) * (1 + SLACK)
 
 
@@ -188,7 +189,7 @@ def test_secret_file_that_others_read_is_refused(bench: Bench, hub: Hub, tmp_pat
     (tmp_path / "token").write_text("x")
     (tmp_path / "token").chmod(0o644)
     with pytest.raises(RigctlError, match="chmod 600"):
-        bench.stage(hub_source(hub.address, token={"file": str(tmp_path / "token")}))
+        bench.stage(hub_source(hub.address), token={"file": str(tmp_path / "token")})
 
 
 def test_signed_link_that_ran_out_is_renewed(bench: Bench, hub: Hub) -> None:
@@ -459,7 +460,7 @@ def test_new_revision_reuses_equal_files_of_an_unfinished_one(
 
 def test_incomplete_selection_is_not_published(bench: Bench, hub: Hub) -> None:
     with pytest.raises(RigctlError, match=r"(?s)not a loadable checkpoint.*tool_declaration.py is missing"):
-        bench.stage(hub_source(hub.address), exclude=["tool_declaration.py", shard(hub)])
+        bench.stage(hub_source(hub.address, exclude=["tool_declaration.py", shard(hub)]))
     assert not bench.destination.exists()
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from rig.artifacts import checkpoint_orders
-from rig.catalog.entries import INVENTORY, HubSource, load_catalog
+from rig.catalog.entries import INVENTORY, load_catalog
 from rig.maintain import pin
-from rigctl.checkpoints import manifest as manifests
+from rigctl.checkpoints.verify import FileHasher
+from rigctl.contract.manifest import Manifest
+from rigctl.contract.sources import HubSource
 from tests.staging.conftest import Bench, hub_source
 from tests.staging.hubserver import COMMIT, REPOSITORY, Hub
 
@@ -86,9 +88,9 @@ def test_main_is_pinned_and_its_manifest_written(
     source = load_catalog(None, inventory).checkpoints[name].source
     assert isinstance(source, HubSource) and source.revision == COMMIT
     place = inventory / "manifests" / f"{name}.json"
-    listed = manifests.load(place)
+    listed = Manifest.read(place)
     assert listed.revision == COMMIT and all(entry.sha256 or entry.git_sha1 for entry in listed.files)
-    assert (listed.get("README.md") is None) == (name == "tiny")
+    assert ("README.md" in listed.by_path) == (name != "tiny")
     # What was pinned is what staging needs: the hub's list is not asked again.
     hub.requests.clear()
     outcome = bench.stage(hub_source(hub.address), manifest=str(place))
@@ -99,7 +101,7 @@ def test_main_is_pinned_and_its_manifest_written(
 
 def test_a_web_directory_gets_its_manifest(inventory: Path) -> None:
     assert pin.main(["web"]) == 0
-    assert manifests.load(inventory / "manifests" / "web.json").get("config.json")
+    assert Manifest.read(inventory / "manifests" / "web.json").by_path["config.json"]
 
 
 def test_nothing_changes_where_the_hub_cannot_be_asked(
@@ -141,11 +143,11 @@ def test_a_known_digest_must_agree(inventory: Path, capsys: pytest.CaptureFixtur
 
 
 def test_known_digests_prove_files_that_the_hub_lists_by_blob_id_only(bench: Bench, hub: Hub, checkpoint: Path) -> None:
-    known = manifests.FileHasher("sha256", 0)
+    known = FileHasher("sha256", 0)
     known.update((checkpoint / "config.json").read_bytes())
     sha256 = known.digest().removeprefix("sha256:")
     outcome = bench.stage(hub_source(hub.address), digests={"config.json": sha256})
-    entry = outcome.record.manifest.get("config.json")
+    entry = outcome.record.manifest.by_path.get("config.json")
     assert entry is not None and entry.sha256 == sha256 and entry.git_sha1
     assert json.loads(bench.state.record_path("tiny").read_text())["manifest"]["revision"] == COMMIT
     assert REPOSITORY in outcome.record.manifest.source

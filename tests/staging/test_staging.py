@@ -44,13 +44,13 @@ def test_token_comes_from_a_credential_and_reaches_the_hub_only(
     credentials = tmp_path / "credentials"
     credentials.mkdir()
     (credentials / "hub-token").write_text(TOKEN + "\n")
-    source = hub_source(hub.address, token={"credential": "hub-token"})
+    source, token = hub_source(hub.address), {"credential": "hub-token"}
     monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
     with pytest.raises(RigctlError, match="CREDENTIALS_DIRECTORY is not set"):
-        bench.stage(source)
+        bench.stage(source, token=token)
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(credentials))
     # the storage server answers 400 to a request that carries a token
-    assert bench.stage(source).state == "staged"
+    assert bench.stage(source, token=token).state == "staged"
     told = json.dumps(bench.events) + bench.state.record_path("tiny").read_text()
     assert TOKEN not in told
 
@@ -68,7 +68,7 @@ def test_time_is_estimated_from_a_short_probe(bench: Bench, hub: Hub, monkeypatc
 
 
 def test_include_and_exclude_select_files(bench: Bench, hub: Hub) -> None:
-    outcome = bench.stage(hub_source(hub.address), exclude=["figures/*", "*.md"])
+    outcome = bench.stage(hub_source(hub.address, exclude=["figures/*", "*.md"]))
     names = {file.path for file in outcome.record.manifest.files}
     assert "config.json" in names and not any(name.endswith((".md", ".svg")) for name in names)
     assert not (bench.destination / "figures").exists()
@@ -80,7 +80,7 @@ def test_http_directory_with_manifest(bench: Bench, hub: Hub, checkpoint: Path) 
 
 
 def test_local_directory(bench: Bench, checkpoint: Path) -> None:
-    assert bench.stage({"type": "local", "path": str(checkpoint)}).state == "staged"
+    assert bench.stage({"kind": "local", "path": str(checkpoint)}).state == "staged"
     assert same_files(bench.destination, checkpoint)
 
 
@@ -103,15 +103,25 @@ def test_chunked_transfer_that_fails_is_taken_over_by_http(
     assert any("chunked transfer failed" in event for event in bench.events)
 
 
+@pytest.fixture
+def here_by_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ssh that runs the command on this machine, whatever host it is for."""
+    options = "while case $1 in -*) true;; *) false;; esac; do shift 2; done"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(f'#!/bin/sh\n{options}\nshift\nexec sh -c "$*"\n')
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+
+
 @pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
-def test_rsync_from_one_tree_to_another(bench: Bench, checkpoint: Path) -> None:
-    source = {"type": "rsync", "path": str(checkpoint)}
+def test_rsync_from_one_tree_to_another(bench: Bench, checkpoint: Path, here_by_ssh: None) -> None:
+    source = {"kind": "rsync", "host": "store.example.com", "path": str(checkpoint)}
     assert bench.stage(source, workers=2).state == "staged"
     assert same_files(bench.destination, checkpoint)
 
 
 @pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
-def test_rsync_continues_begun_files_and_replaces_wrong_ones(bench: Bench, checkpoint: Path) -> None:
+def test_rsync_continues_begun_files_and_replaces_wrong_ones(bench: Bench, checkpoint: Path, here_by_ssh: None) -> None:
     incoming = bench.partial / "incoming"
     incoming.mkdir(parents=True)
     (bench.partial / "owner.json").write_text("{}")
@@ -119,7 +129,7 @@ def test_rsync_continues_begun_files_and_replaces_wrong_ones(bench: Bench, check
     size = shards[0].stat().st_size
     (incoming / shards[0].name).write_bytes(shards[0].read_bytes()[: size // 2])
     (incoming / shards[1].name).write_bytes(b"x" * (size // 2))
-    assert bench.stage({"type": "rsync", "path": str(checkpoint)}).state == "staged"
+    assert bench.stage({"kind": "rsync", "host": "store.example.com", "path": str(checkpoint)}).state == "staged"
     assert same_files(bench.destination, checkpoint)
     assert [event for event in bench.events if "it is dropped" in event and shards[1].name in event]
     assert not [event for event in bench.events if "it is dropped" in event and shards[0].name in event]
@@ -144,12 +154,12 @@ def test_rsync_over_ssh(bench: Bench, checkpoint: Path, tmp_path: Path) -> None:
     try:
         host_key = (keys / "host.pub").read_text().split()
         source = {
-            "type": "rsync",
+            "kind": "rsync",
             "host": "127.0.0.1",
             "user": "root",
             "port": port,
             "path": str(checkpoint),
-            "identity": {"file": str(keys / "user")},
+            "identity_file": str(keys / "user"),
             "known_hosts": str(keys / "known_hosts"),
         }
         (keys / "known_hosts").write_text("")
@@ -165,22 +175,20 @@ def test_rsync_over_ssh(bench: Bench, checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_generator_writes_what_becomes_the_checkpoint(bench: Bench) -> None:
-    arguments = ["tiny-kimi", "drafter-always", "{directory}"]
-    source = {"type": "generator", "arguments": arguments, "revision": "v1"}
-    outcome = bench.stage(source, kind="drafter")
+    source, first = {"kind": "generator", "generator": "drafter-always"}, "v1"
+    outcome = bench.stage(source, role="drafter", generator_revision=first)
     assert outcome.state == "staged" and outcome.record.manifest.revision == "v1"
     assert {file.path for file in outcome.record.manifest.files} == {"config.json", "model.safetensors"}
-    assert bench.stage(source, kind="drafter").state == "present"
-    newer = {**source, "revision": "v2"}
+    assert bench.stage(source, role="drafter", generator_revision=first).state == "present"
     with pytest.raises(RigctlError, match="holds v1, the spec wants v2"):
-        bench.stage(newer, kind="drafter")
-    replaced = bench.stage(newer, kind="drafter", replace=True)
+        bench.stage(source, role="drafter", generator_revision="v2")
+    replaced = bench.stage(source, role="drafter", generator_revision="v2", replace=True)
     assert replaced.state == "staged" and replaced.record.manifest.revision == "v2"
     assert not bench.partial.exists() and quick_report(replaced.record).complete
-    with pytest.raises(RigctlError, match="it would write elsewhere"):
+    with pytest.raises(RigctlError, match=r"generator:tiny-kimi x .* ended with"):
         (bench.root / "other").mkdir()
         bench.stage(
-            {"type": "generator", "arguments": ["x"]},
+            {"kind": "generator", "generator": "x"},
             name="other",
             destination=str(bench.root / "other" / "x"),
         )
@@ -188,10 +196,10 @@ def test_generator_writes_what_becomes_the_checkpoint(bench: Bench) -> None:
 
 def test_tiny_kimi_is_staged_by_its_generator(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(staging.__file__).parents[2]))
-    source = {"type": "generator", "arguments": ["tiny-kimi", "drafter-half", "{directory}"], "revision": "1"}
-    outcome = bench.stage(source, kind="drafter")
+    source = {"kind": "generator", "generator": "drafter-half"}
+    outcome = bench.stage(source, role="drafter", generator_revision="1")
     assert outcome.state == "staged" and "model.safetensors" in outcome.record.seen
-    assert bench.stage(source, kind="drafter").state == "present"
+    assert bench.stage(source, role="drafter", generator_revision="1").state == "present"
 
 
 def test_right_directory_is_adopted_and_not_touched(bench: Bench, hub: Hub, checkpoint: Path) -> None:
@@ -243,7 +251,7 @@ def test_another_pinned_revision_of_an_adopted_directory_is_told(bench: Bench, h
 
 def test_directory_without_a_manifest_is_adopted_by_its_files(bench: Bench, checkpoint: Path) -> None:
     shutil.copytree(checkpoint, bench.destination)
-    wanted = bench.spec({"type": "local", "path": str(bench.destination)}, kind="drafter")
+    wanted = bench.spec({"kind": "local", "path": str(bench.destination)}, role="drafter")
     record = bench.job(wanted).stage().record
     assert record.origin == "adopted" and all(file.sha256 for file in record.manifest.files)
     assert quick_report(record).complete
@@ -310,6 +318,7 @@ def total_of(hub: Hub) -> int:
 
 def test_command_line_shows_progress_and_state(bench: Bench, hub: Hub, tmp_path: Path) -> None:
     content = {
+        "format": 1,
         "name": "tiny",
         "destination": str(bench.destination),
         "source": hub_source(hub.address),

@@ -116,7 +116,7 @@ def _directory(directory: Path, config: dict[str, Any], shapes: dict[str, list[i
 def proved(state: Path, **directories: Path) -> Path:
     """Record checkpoints, name -> directory, as proved; the state directory."""
     for name, place in directories.items():
-        manifest, seen = manifest_of(place, f"adopted:{place}", (), ())
+        manifest, seen = manifest_of(place, f"adopted:{place}")
         record.State(state).save(record.Record(name, str(place), "adopted", manifest, seen, 0.0, 0.0))
     return state
 

@@ -16,7 +16,8 @@ from rig.catalog.yaml_source import CatalogError
 from rig.cli.tour import INVENTORY, inventory_hosts, recorded_plan
 from rig.plan.drafter_layers import drafters_json, drafters_text
 from rig.plan.host_plan import HostPlan
-from rigctl.checkpoints import spec
+from rigctl.contract.checkpoint_job import CheckpointJob
+from rigctl.contract.sources import Files
 
 COMMIT = "0123456789" * 4
 HUB = {"kind": "hub", "repository": "lab/tiny", "revision": COMMIT}
@@ -46,19 +47,21 @@ def with_source(host: HostPlan, source: dict[str, Any], **more: Any) -> HostPlan
     ],
 )
 def test_every_kind_is_what_rigctl_takes(host: HostPlan, source: dict[str, Any], kind: str) -> None:
-    content = checkpoint_orders.specification(with_source(host, source), "x")
-    parsed = spec.parse(json.loads(json.dumps(content)), "x")
-    assert parsed.source.type == kind and parsed.destination == "/shared/x"
-    assert list(parsed.exclude) == source.get("exclude", [])
-    assert list(parsed.include) == source.get("include", [])
-    assert ("token" in content["source"]) == (kind == "hub")
+    order = checkpoint_orders.order(with_source(host, source), "x")
+    parsed = CheckpointJob.parse_text(order.text(), "x")
+    assert parsed.source.kind == kind and parsed.destination == "/shared/x"
+    assert parsed.document() == order.document()
+    if isinstance(parsed.source, Files):
+        assert parsed.source.exclude == source.get("exclude", [])
+        assert parsed.source.include == source.get("include", ["*"])
+    assert (parsed.token is not None) == (kind == "hub")
 
 
 def test_the_keys_of_a_source_arrive(host: HostPlan) -> None:
-    rsync = checkpoint_orders.specification(with_source(host, RSYNC, bandwidth_limit=1000), "x")
+    rsync = checkpoint_orders.order(with_source(host, RSYNC, bandwidth_limit=1000), "x").document()
     assert rsync["bandwidth_limit"] == 1000
-    assert rsync["source"]["identity"] == {"file": "/root/.ssh/models"} and rsync["source"]["user"] == "root"
-    hub = checkpoint_orders.specification(with_source(host, {**HUB, "mirror": "https://mirror.example.com/"}), "x")
+    assert rsync["source"]["identity_file"] == "/root/.ssh/models" and rsync["source"]["user"] == "root"
+    hub = checkpoint_orders.order(with_source(host, {**HUB, "mirror": "https://mirror.example.com/"}), "x").document()
     assert hub["source"]["mirror"] == "https://mirror.example.com" and hub["source"]["revision"] == COMMIT
 
 
@@ -66,7 +69,7 @@ def test_the_keys_of_a_source_arrive(host: HostPlan) -> None:
 def test_what_has_nothing_to_compare_with_is_only_adopted(host: HostPlan, source: dict[str, Any]) -> None:
     plan = with_source(host, source)
     assert checkpoint_orders.adopted_as_it_is(plan.checkpoints["x"])
-    assert checkpoint_orders.specification(plan, "x")["source"] == {"type": "local", "path": "/shared/x"}
+    assert checkpoint_orders.order(plan, "x").source.kind == "directory"
 
 
 @pytest.mark.parametrize(
@@ -74,9 +77,9 @@ def test_what_has_nothing_to_compare_with_is_only_adopted(host: HostPlan, source
     [
         ({**HUB, "endpoint": "hub.example.com"}, "begins with http"),
         ({**HUB, "mirror": "https://user:secret@mirror.example.com"}, "no user, password"),
-        ({**HUB, "revision": "main"}, "should match pattern"),
+        ({**HUB, "revision": "main"}, "pin the commit"),
         ({"kind": "http", "url": "https://files.example.com/kimi?key=1"}, "no user, password, query"),
-        ({"kind": "http"}, "Field required"),
+        ({"kind": "http"}, "is missing"),
         ({**RSYNC, "path": "models/kimi"}, "a path is absolute"),
         ({**RSYNC, "host": "-oProxyCommand=x"}, "neither an IP address nor a host name"),
         ({**RSYNC, "user": "-l"}, "should match pattern"),
@@ -101,11 +104,11 @@ def test_a_manifest_counts_for_the_revision_it_is_of(
     monkeypatch.setattr(checkpoint_orders, "INVENTORY", tmp_path)
     (tmp_path / "manifests").mkdir()
     plan = with_source(host, HUB)
-    assert "manifest" not in checkpoint_orders.specification(plan, "x")
+    assert checkpoint_orders.order(plan, "x").manifest is None
     files = [{"path": "config.json", "size": 2, "sha256": "1" * 64}]
     content = {"format": 1, "source": "hub:lab/tiny", "revision": COMMIT, "files": files}
     (tmp_path / "manifests" / "x.json").write_text(json.dumps(content))
-    assert checkpoint_orders.specification(plan, "x")["manifest"] == "/etc/kimi-rig/manifests/x.json"
+    assert checkpoint_orders.order(plan, "x").manifest == "/etc/kimi-rig/manifests/x.json"
     assert checkpoint_orders.wanted_identity("x", plan.checkpoints["x"]) is None  # its revision says it
     web = with_source(host, {"kind": "http", "url": "http://files.example.com"})
     assert checkpoint_orders.wanted_identity("x", web.checkpoints["x"])
@@ -115,7 +118,7 @@ def test_a_manifest_counts_for_the_revision_it_is_of(
     }
     for other in ({"kind": "directory"}, {**HUB, "revision": "f" * 40}, {"kind": "generator", "generator": "target"}):
         elsewhere = with_source(host, other)
-        assert "manifest" not in checkpoint_orders.specification(elsewhere, "x")
+        assert checkpoint_orders.order(elsewhere, "x").manifest is None
         assert checkpoint_orders.wanted_identity("x", elsewhere.checkpoints["x"]) is None
 
 
@@ -134,8 +137,8 @@ def test_known_layer_ids_are_written_beside_the_drafter_as_each_release_reads_th
     overlay = "/var/lib/kimi-rig/drafters/custom-drafter/vllm-0.16.0"
     specification = run_specification(plan, "vllm-eagle3-custom")
     assert specification.drafter_path == overlay
-    [pair] = [one for one in pairs(plan) if one["name"] == "vllm-eagle3-custom"]
-    assert (pair["drafter_path"], pair["checkpoint_path"]) == (overlay, host.checkpoint_paths["custom-drafter"])
+    [pair] = [one for one in pairs(plan).pairs if one.name == "vllm-eagle3-custom"]
+    assert (pair.drafter_path, pair.checkpoint_path) == (overlay, host.checkpoint_paths["custom-drafter"])
     assert f"{overlay}/config.json" in drafters_text(plan)
 
 

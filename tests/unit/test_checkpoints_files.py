@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from rigctl.checkpoints import manifest as manifests
-from rigctl.checkpoints import paths, record, spec, staging, verify
-from rigctl.checkpoints.manifest import Entry, FileHasher, Manifest
+from rigctl.checkpoints import paths, record, staging, verify
 from rigctl.checkpoints.progress import Progress, Reporter, human_bytes, human_seconds, line
 from rigctl.checkpoints.sink import Limiter, Sink, SourceWrong
+from rigctl.checkpoints.verify import FileHasher
 from rigctl.cli import main
+from rigctl.contract.checkpoint_job import CheckpointJob
+from rigctl.contract.manifest import File, Manifest
+from rigctl.contract.sources import HubSource, LocalSource
 from rigctl.errors import RigctlError
 
 
@@ -63,13 +65,19 @@ def test_git_blob_id_is_what_git_says(tmp_path: Path) -> None:
     [
         ([], "JSON object"),
         ({"format": 2, "files": []}, "format 2"),
-        ({"format": 1, "files": []}, "list of files"),
-        ({"format": 1, "files": [{"size": 1}]}, "needs a path"),
+        ({"format": 1, "files": []}, "files: Tuple should have at least 1 item"),
+        ({"format": 1, "files": [{"size": 1}]}, "files.0.path: is missing"),
         ({"format": 1, "files": [{"path": "a", "size": -1, "sha256": "0" * 64}]}, "size"),
         ({"format": 1, "files": [{"path": "a", "size": True, "sha256": "0" * 64}]}, "size"),
         ({"format": 1, "files": [{"path": "a", "size": 1}]}, "nothing proves"),
-        ({"format": 1, "files": [{"path": "a", "size": 1, "sha256": "xyz"}]}, "not a digest"),
-        ({"format": 1, "files": [{"path": "a", "size": 1, "sha": "0"}]}, "unknown key 'sha'"),
+        (
+            {"format": 1, "files": [{"path": "a", "size": 1, "sha256": "xyz"}]},
+            "files.0.sha256: String should match pattern",
+        ),
+        (
+            {"format": 1, "files": [{"path": "a", "size": 1, "sha": "0"}]},
+            'files.0.sha: there is no such key, did you mean "sha256"',
+        ),
         ({"format": 1, "files": [{"path": "../a", "size": 1, "sha256": "0" * 64}]}, "unsafe"),
         ({"format": 1, "files": [{"path": "a", "size": 1, "sha256": "0" * 64}] * 2}, "twice"),
         (
@@ -80,23 +88,37 @@ def test_git_blob_id_is_what_git_says(tmp_path: Path) -> None:
 )
 def test_wrong_manifests_are_refused_by_name(content: Any, message: str) -> None:
     with pytest.raises(RigctlError, match=message):
-        manifests.parse(content, "here")
+        Manifest.parse(content, "here")
 
 
 def test_manifest_survives_its_file_form_and_upper_case_digests(tmp_path: Path) -> None:
-    made, _ = verify.manifest_of(tree(tmp_path / "m", FILES), "local:m", (), ())
-    content = json.loads(json.dumps(made.to_json()))
+    made, _ = verify.manifest_of(tree(tmp_path / "m", FILES), "local:m")
+    content = json.loads(json.dumps(made.document()))
     content["files"][0]["sha256"] = content["files"][0]["sha256"].upper()
-    assert manifests.parse(content, "x") == made
-    assert made.select(["*.json"], []).total == 2
-    assert [entry.path for entry in made.select([], ["a/*"]).files] == ["config.json", "model.safetensors"]
+    assert Manifest.parse(content, "x") == made
+    assert made.wanted(selecting(include=["*.json"]), {}).total == 2
+    kept = made.wanted(selecting(exclude=["a/*"]), {})
+    assert [file.path for file in kept.files] == ["config.json", "model.safetensors"]
     with pytest.raises(RigctlError, match="leave no file"):
-        made.select(["nothing*"], [])
+        made.wanted(selecting(include=["nothing*"]), {})
+
+
+def selecting(**patterns: list[str]) -> LocalSource:
+    return LocalSource(kind="local", path="/m", **patterns)
+
+
+def test_known_digests_must_agree_where_they_are_of_selected_files(tmp_path: Path) -> None:
+    made, _ = verify.manifest_of(tree(tmp_path / "m", FILES), "local:m")
+    source = selecting(exclude=["a/*"])
+    assert made.wanted(source, {"a/b.bin": "0" * 64}) == made.wanted(source, {})
+    for wrong in ({"config.json": "0" * 64}, {"absent.json": "0" * 64}):
+        with pytest.raises(RigctlError, match="it is not that revision"):
+            made.wanted(source, wrong)
 
 
 def test_full_and_quick_verification_name_what_is_wrong(tmp_path: Path) -> None:
     root = tree(tmp_path / "m", {**FILES, "gone": b"x", "short": b"12345", "rot": b"12345"})
-    made, seen = verify.manifest_of(root, "m", (), ())
+    made, seen = verify.manifest_of(root, "m")
     assert verify.full(root, made).complete and verify.quick(root, made, seen).complete
     (root / "gone").unlink()
     (root / "short").write_bytes(b"123")
@@ -123,17 +145,17 @@ def test_links_to_files_are_followed_and_links_to_directories_are_not(tmp_path: 
     blobs = tree(tmp_path / "blobs", {"b1": b"weights"})
     root = tree(tmp_path / "snapshot", {"config.json": b"{}"})
     (root / "model.safetensors").symlink_to(blobs / "b1")
-    made, seen = verify.manifest_of(root, "m", (), ())
-    assert made.get("model.safetensors") is not None and verify.quick(root, made, seen).complete
+    made, seen = verify.manifest_of(root, "m")
+    assert "model.safetensors" in made.by_path and verify.quick(root, made, seen).complete
     (root / "linked").symlink_to(blobs)
     with pytest.raises(RigctlError, match="not a plain file"):
-        verify.manifest_of(root, "m", (), ())
+        verify.manifest_of(root, "m")
     assert verify.foreign_files(root, made) == ["linked"]
 
 
 def test_verification_stops_when_told(tmp_path: Path) -> None:
     root = tree(tmp_path / "m", FILES)
-    made, _ = verify.manifest_of(root, "m", (), ())
+    made, _ = verify.manifest_of(root, "m")
     stop = threading.Event()
     stop.set()
     with pytest.raises(verify.Cancelled):
@@ -142,7 +164,7 @@ def test_verification_stops_when_told(tmp_path: Path) -> None:
 
 def test_records_are_read_back_and_broken_ones_are_named(tmp_path: Path) -> None:
     state = record.State(tmp_path)
-    made, seen = verify.manifest_of(tree(tmp_path / "m", FILES), "m", (), ())
+    made, seen = verify.manifest_of(tree(tmp_path / "m", FILES), "m")
     kept = record.Record("one", str(tmp_path / "m"), "adopted", made, seen, 1.0, 2.0)
     state.save(kept)
     assert state.load("one") == kept and state.names() == ["one"]
@@ -159,51 +181,52 @@ def test_records_are_read_back_and_broken_ones_are_named(tmp_path: Path) -> None
 SPEC: dict[str, Any] = {
     "name": "kimi",
     "destination": "/shared/kimi",
-    "source": {"type": "hub", "repository": "lab/model", "revision": "a" * 40},
+    "format": 1,
+    "source": {"kind": "hub", "repository": "lab/model", "revision": "a" * 40},
 }
 
 
 def test_spec_is_typed(tmp_path: Path) -> None:
-    parsed = spec.parse(SPEC, "here")
-    assert isinstance(parsed.source, spec.HubSource) and parsed.workers == 8
-    (tmp_path / "s.json").write_text(json.dumps({**SPEC, "stall": 3, "include": ["*.json"]}))
-    assert spec.load(tmp_path / "s.json").stall == 3.0
+    parsed = CheckpointJob.parse(SPEC, "here")
+    assert isinstance(parsed.source, HubSource) and parsed.workers == 8
+    (tmp_path / "s.json").write_text(json.dumps({**SPEC, "stall": 3}))
+    assert CheckpointJob.read(tmp_path / "s.json").stall == 3.0
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"nmae": "x"}, "unknown key 'nmae'"),
-        ({"name": "A/B"}, "use a-z"),
+        ({"nmae": "x"}, 'here: nmae: there is no such key, did you mean "name"'),
+        ({"name": "A/B"}, "here: name: "),
         ({"destination": "relative"}, "absolute"),
         ({"destination": "/"}, "absolute"),
-        ({"destination": "/a/../b"}, "'..'"),
-        ({"workers": "8"}, "workers: must be int"),
-        ({"workers": True}, "workers: must be int"),
-        ({"workers": 0}, "more than 0"),
+        ({"destination": "/a/../b"}, "or '..'"),
+        ({"workers": "8"}, "here: workers: Input should be a valid integer"),
+        ({"workers": True}, "here: workers: Input should be a valid integer"),
+        ({"workers": 0}, "here: workers: Input should be greater than or equal to 1"),
         ({"bandwidth_limit": 0}, "bandwidth_limit"),
-        ({"kind": "model"}, "none of target, drafter"),
-        ({"include": "*.json"}, "list of texts"),
-        ({"source": {"type": "ftp"}}, "type must be one of"),
-        ({"source": {"type": "hub"}}, "repository is missing"),
+        ({"role": "model"}, "here: role: Input should be 'target' or 'drafter'"),
+        ({"source": {**SPEC["source"], "include": "*.json"}}, "here: source.include: Input should be a valid list"),
+        ({"source": {"kind": "ftp"}}, "here: source: .*'hub', 'http'"),
+        ({"source": {"kind": "hub"}}, "here: source.repository: is missing"),
         ({"source": {**SPEC["source"], "revision": "main"}}, "moving name"),
-        ({"source": {**SPEC["source"], "repository": "model"}}, "owner/name"),
-        ({"source": {**SPEC["source"], "endpoint": "hub.example"}}, "not an http address"),
-        ({"source": {**SPEC["source"], "token": "hf_abc"}}, "token: must be a JSON object"),
-        ({"source": {"type": "rsync", "host": "-oProxyCommand=x", "path": "/m"}}, "not a host"),
-        ({"source": {"type": "local", "path": "models"}}, "absolute"),
+        ({"source": {**SPEC["source"], "repository": "model"}}, "source.repository: String should match"),
+        ({"source": {**SPEC["source"], "endpoint": "hub.example"}}, "source.endpoint: an address begins with http"),
+        ({"token": "hf_abc"}, "here: token: "),
+        ({"source": {"kind": "rsync", "host": "-oProxyCommand=x", "path": "/m"}}, "source.host: neither an IP"),
+        ({"source": {"kind": "local", "path": "models"}}, "absolute"),
     ],
 )
 def test_wrong_specs_are_refused_by_key(change: dict[str, Any], message: str) -> None:
     with pytest.raises(RigctlError, match=message):
-        spec.parse({**SPEC, **change}, "here")
+        CheckpointJob.parse({**SPEC, **change}, "here")
 
 
 def test_sink_never_grows_past_its_manifest_and_resumes(tmp_path: Path) -> None:
     data = os.urandom(1000)
     (tmp_path / "whole").write_bytes(data)
     digest, _ = verify.hash_file(tmp_path / "whole", FileHasher("sha256", 0))
-    entry = Entry("f", 1000, sha256=digest.removeprefix("sha256:"))
+    entry = File(path="f", size=1000, sha256=digest.removeprefix("sha256:"))
     progress, stop = Progress("x"), threading.Event()
     part = tmp_path / "part"
     with Sink(part, entry, progress, Limiter(None), stop) as sink:
@@ -236,7 +259,7 @@ def test_progress_tells_rate_and_remaining(tmp_path: Path) -> None:
 
 
 def test_owner_must_exist() -> None:
-    wanted = spec.parse({**SPEC, "owner": "no-such-user"}, "here")
+    wanted = CheckpointJob.parse({**SPEC, "owner": "no-such-user"}, "here")
     with pytest.raises(RigctlError, match="create the user first"):
         staging.owner_ids(wanted)
 
@@ -253,11 +276,11 @@ def test_command_without_records_says_so(
 
 def test_quick_report_keeps_what_the_last_full_one_found(tmp_path: Path) -> None:
     root = tree(tmp_path / "m", FILES)
-    made, seen = verify.manifest_of(root, "m", (), ())
+    made, seen = verify.manifest_of(root, "m")
     kept = record.Record("one", str(root), "adopted", made, seen, 1.0, 2.0, damaged={"config.json": "rot"})
     assert record.quick_report(kept).damaged == {"config.json": "rot"}
 
 
 def test_identity_depends_on_content_only() -> None:
-    entry = Entry("a", 1, sha256="0" * 64)
-    assert Manifest("x", "r1", (entry,)).identity() == Manifest("y", None, (entry,)).identity()
+    entry = File(path="a", size=1, sha256="0" * 64)
+    assert Manifest.listed("x", "r1", [entry]).identity() == Manifest.listed("y", None, [entry]).identity()

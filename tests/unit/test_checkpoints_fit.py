@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rigctl.checkpoints import fit, overlay
-from rigctl.checkpoints.eagle3_conventions import KEY, Engine, default_ids, trained_input_ids
 from rigctl.cli import main
+from rigctl.contract.eagle3_conventions import KEY, Convention, Engine, default_ids, trained_input_ids
 from rigctl.contract.served_checkpoints import Training
 from rigctl.errors import RigctlError
 
@@ -328,7 +328,7 @@ def test_overwrite_variable_is_named_for_the_unit(tmp_path: Path) -> None:
     "engine", [VLLM, VLLM_NEW, SGLANG, SGLANG_NEW], ids=lambda engine: engine.name + engine.version
 )
 @pytest.mark.parametrize("convention", ["input", "output"])
-def test_wanted_keys_make_every_release_capture_what_was_trained(engine: Engine, convention: str) -> None:
+def test_wanted_keys_make_every_release_capture_what_was_trained(engine: Engine, convention: Convention) -> None:
     trained = trained_input_ids(convention, [2, 30, 58], LAYERS)
     assert trained == ([2, 30, 58] if convention == "input" else [3, 31, 59])
     captured, _ = engine.captures(engine.wanted_keys(trained), LAYERS)
@@ -337,8 +337,10 @@ def test_wanted_keys_make_every_release_capture_what_was_trained(engine: Engine,
 
 def test_default_ids_are_those_of_the_engines() -> None:
     assert default_ids(61) == [2, 30, 58]
-    with pytest.raises(RigctlError, match="use one of"):
-        trained_input_ids("guess", [1], 61)
+    with pytest.raises(
+        RigctlError, match="convention: Input should be 'input', 'output', 'engine-default' or 'unknown'"
+    ):
+        Training.validated({"convention": "guess"}, "training")
     with pytest.raises(RigctlError, match="not an engine version"):
         Engine("vllm", "newest")
     assert Engine("sglang", "0.5.10.post1").at_least("0.5.10")

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from rigctl.checkpoints import overlay, precheck
-from rigctl.checkpoints.eagle3_conventions import KEY
 from rigctl.cli import main
+from rigctl.contract.drafter_pairs import DrafterPair, DrafterPairs
+from rigctl.contract.eagle3_conventions import KEY
 from rigctl.contract.served_checkpoints import Training
 from rigctl.errors import RigctlError
 from rigctl.supervisor.specification import Specification
@@ -124,18 +125,11 @@ def test_an_unknown_key_of_a_training_is_refused() -> None:
         Training.validated({"layers": [1]}, "training")
 
 
-def pair_of(pair: Path, **more: Any) -> precheck.Pair:
+def pair_of(pair: Path, **more: Any) -> DrafterPair:
     spec = of(pair, **{"engine": "vllm", "drafter": "drafter", **more})
-    return precheck.Pair(
-        name=spec.name,
-        engine=spec.engine,
-        release=spec.release,
-        target_path=spec.target_path,
-        drafter_path=str(spec.drafter_path),
-        checkpoint_path=str(pair / "drafter"),
-        checkpoints=spec.checkpoints,
-        environment={},
-    )
+    content = {key: getattr(spec, key) for key in ("name", "engine", "release", "target_path", "drafter_path")}
+    content |= {"checkpoint_path": str(pair / "drafter"), "checkpoints": spec.checkpoints}
+    return DrafterPair.model_validate(content)
 
 
 @pytest.mark.parametrize(
@@ -158,18 +152,28 @@ def test_an_overlay_is_written_as_that_release_reads_it(pair: Path, engine: str,
 
 def test_a_refused_pair_gets_no_overlay_and_the_command_fails(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained = {"convention": "output", "layer_ids": [2, 30, 60]}
-    one = pair_of(pair, drafter="overlays/x", training=trained)
-    content = {**vars(one), "checkpoints": one.checkpoints.model_dump()}
-    assert main(["checkpoints", "pairs", "--write", "--json", json.dumps([content])]) == 1
+    order = DrafterPairs(pairs=[pair_of(pair, drafter="overlays/x", training=trained)])
+    assert main(["checkpoints", "pairs", "--write", "--json", order.text()]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["overlay"] == "absent" and "the target has 61 layers" in err
     assert not (pair / "overlays").exists()
 
 
-@pytest.mark.parametrize("text", ["x", "1", '["x"]', '[{"x": 1}]'])
-def test_what_is_no_list_of_pairs_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("x", "not JSON"),
+        ("1", "a JSON object is expected"),
+        ("[]", "a JSON object is expected"),
+        ('{"pairs": []}', "format 0 is no longer readable"),
+        ('{"format": 1, "pairs": ["x"]}', "pairs.0: "),
+        ('{"format": 1, "pairs": [{"nmae": 1}]}', 'pairs.0.nmae: there is no such key, did you mean "name"'),
+        ('{"format": 2, "pairs": []}', "format 2 is newer than this program reads"),
+    ],
+)
+def test_what_is_no_order_of_pairs_is_refused(text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", "pairs", text]) == 1
-    assert "not a list of drafter and target pairs" in capsys.readouterr().err
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["x", "1", "{}", '{"path": 1, "lock": 1, "cache": 1}'])

@@ -180,7 +180,8 @@ def test_a_manifest_says_better_than_the_catalogue(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("rig.artifacts.checkpoint_orders.INVENTORY", tmp_path)
     assert expected_bytes("kimi-k2.5-int4", entry) == 595_200_000_000
     (tmp_path / "manifests").mkdir()
-    listed = {"revision": revision(entry), "files": [{"size": 7}, {"size": 5}]}
+    files = [{"path": path, "size": size, "sha256": "0" * 64} for path, size in (("a", 7), ("b", 5))]
+    listed = {"format": 1, "source": "x", "revision": revision(entry), "files": files}
     (tmp_path / "manifests/kimi-k2.5-int4.json").write_text(json.dumps(listed))
     assert expected_bytes("kimi-k2.5-int4", entry) == 12
     assert expected_bytes("custom-drafter", load_catalog().checkpoints["custom-drafter"]) is None

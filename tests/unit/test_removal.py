@@ -13,7 +13,7 @@ from rig.facts.created import Created, CreatedThings, PackagesRemovedWith
 from rig.facts.privilege import Privilege, Rights
 from rig.operations import removal as operations
 from rig.plan import removal
-from rigctl.checkpoints.paths import write_json
+from rigctl.whole_files import write_json
 from tests.unit.test_operations import apply, state_directory
 
 __all__ = ["state_directory"]

@@ -11,9 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rigctl.errors import RigctlError
+from rigctl.whole_files import read_json, write_json
+
+if TYPE_CHECKING:
+    from rigctl.contract.checkpoint_job import CheckpointJob
 
 FOLLOW_EVERY = 1.0  # seconds between two looks at a running job
 FOLLOW_GRACE = 5.0  # seconds a job may take to begin, or to write its last status
@@ -80,7 +84,7 @@ def _add_checks(actions: Any) -> None:
     overlay.add_argument("--to", type=Path, required=True)
 
     pairs = _add(actions, "pairs", _pairs, "Judge the drafters of configurations before their units are written.")
-    pairs.add_argument("pairs", help="JSON list, as the deploy makes it (rig/artifacts/units.py, pairs)")
+    pairs.add_argument("pairs", help="the order in JSON, as the deploy makes it (rigctl/contract/drafter_pairs.py)")
     pairs.add_argument("--write", action="store_true", help="make the overlays that they need")
 
 
@@ -98,83 +102,82 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
 # -- jobs ----------------------------------------------------------------------------------------------------
 
 
-def _spec(arguments: argparse.Namespace) -> Any:
-    from rigctl.checkpoints import spec
+def _order(arguments: argparse.Namespace) -> CheckpointJob:
+    from rigctl.contract.checkpoint_job import CheckpointJob
 
-    loaded = spec.load(arguments.spec)
-    if getattr(arguments, "name", loaded.name) != loaded.name:
-        raise RigctlError(f"{arguments.spec} describes {loaded.name}, not {arguments.name}")
-    return loaded
+    order = CheckpointJob.read(arguments.spec)
+    if getattr(arguments, "name", order.name) != order.name:
+        raise RigctlError(f"{arguments.spec} describes {order.name}, not {arguments.name}")
+    return order
 
 
 def _stage(arguments: argparse.Namespace) -> int:
-    spec = _spec(arguments)
+    order = _order(arguments)
     if arguments.plan:
-        return _plan(arguments, spec)
-    return _job(arguments, spec, lambda job: job.stage())
+        return _plan(arguments, order)
+    return _job(arguments, order, lambda job: job.stage())
 
 
 def _repair(arguments: argparse.Namespace) -> int:
-    return _job(arguments, _spec(arguments), lambda job: job.repair(in_place=arguments.in_place))
+    return _job(arguments, _order(arguments), lambda job: job.repair(in_place=arguments.in_place))
 
 
-def _plan(arguments: argparse.Namespace, spec: Any) -> int:
+def _plan(arguments: argparse.Namespace, order: CheckpointJob) -> int:
     from rigctl.checkpoints import record, staging
     from rigctl.checkpoints.progress import Progress
 
-    job = staging.Job(spec, record.from_environment(), Progress(spec.name), threading.Event())
+    job = staging.Job(order, record.from_environment(), Progress(order.name), threading.Event())
     manifest = job._manifest()
     if manifest is None:
-        raise RigctlError(f"{spec.name}: the size of {job.source.describe()} is known only when it is made")
+        raise RigctlError(f"{order.name}: the size of {job.source.describe()} is known only when it is made")
     plan = job.plan(manifest)
     _print(arguments, plan.to_json(), plan.line())
     job.refuse_without_space(plan)
     return 0
 
 
-def _job(arguments: argparse.Namespace, spec: Any, work: Callable[[Any], Any]) -> int:
+def _job(arguments: argparse.Namespace, order: CheckpointJob, work: Callable[[Any], Any]) -> int:
     """Run one job with its status file; SIGTERM and SIGINT end it cleanly, what is fetched stays."""
     from rigctl.checkpoints import record, staging, workplace
     from rigctl.checkpoints.progress import Progress, Reporter
 
     state = record.from_environment()
-    if workplace.is_locked(state, spec.name):
+    if workplace.is_locked(state, order.name):
         raise workplace.Busy(
-            f"{spec.name}: a job is running already; follow it with `rigctl checkpoints follow {spec.name}`"
+            f"{order.name}: a job is running already; follow it with `rigctl checkpoints follow {order.name}`"
         )
-    progress, stop = Progress(spec.name), threading.Event()
+    progress, stop = Progress(order.name), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    job = staging.Job(spec, state, progress, stop)
-    with Reporter(progress, state.job_path(spec.name), as_json=arguments.json, every=arguments.every):
+    job = staging.Job(order, state, progress, stop)
+    with Reporter(progress, state.job_path(order.name), as_json=arguments.json, every=arguments.every):
         try:
             outcome = work(job)
         except (RigctlError, OSError) as error:
             progress.state = "stopped" if stop.is_set() else "failed"
             progress.message = str(error)
             if isinstance(error, OSError):
-                raise RigctlError(f"{spec.name}: {error}") from error
+                raise RigctlError(f"{order.name}: {error}") from error
             raise
         progress.state, progress.phase, progress.message = "done", "done", outcome.state
     content = {"outcome": outcome.state, "changed": outcome.changed, **_summary(outcome.record)}
-    _print(arguments, content, f"{spec.name}: {outcome.state} in {outcome.record.path}")
+    _print(arguments, content, f"{order.name}: {outcome.state} in {outcome.record.path}")
     return 0
 
 
 def _adopt(arguments: argparse.Namespace) -> int:
     from rigctl.checkpoints import staging
 
-    spec = _spec(arguments)
+    order = _order(arguments)
     return _job(
         arguments,
-        spec,
-        lambda job: staging.Outcome("adopted", True, staging.adopt_directory(spec, job.state, job.progress)),
+        order,
+        lambda job: staging.Outcome("adopted", True, staging.adopt_directory(order, job.state, job.progress)),
     )
 
 
 def _follow(arguments: argparse.Namespace) -> int:
     from rigctl.checkpoints import progress, record, workplace
-    from rigctl.checkpoints.paths import read_json
 
     state = record.from_environment()
     place = state.job_path(arguments.name)
@@ -200,16 +203,14 @@ def _follow(arguments: argparse.Namespace) -> int:
 
 
 def _pin(arguments: argparse.Namespace) -> int:
-    from dataclasses import replace
-
-    from rigctl.checkpoints import paths, record, staging
+    from rigctl.checkpoints import record, staging
     from rigctl.checkpoints.progress import Progress, human_bytes
 
-    spec = replace(_spec(arguments), manifest=None)
-    manifest = staging.Job(spec, record.from_environment(), Progress(spec.name), threading.Event())._manifest()
+    order = _order(arguments).model_copy(update={"manifest": None})
+    manifest = staging.Job(order, record.from_environment(), Progress(order.name), threading.Event())._manifest()
     if manifest is None:
-        raise RigctlError(f"{spec.name}: a generator has no manifest before it ran")
-    paths.write_json(arguments.output, manifest.to_json())
+        raise RigctlError(f"{order.name}: a generator has no manifest before it ran")
+    write_json(arguments.output, manifest.document())
     content = {"revision": manifest.revision, "files": len(manifest.files), "bytes": manifest.total}
     text = f"{arguments.output}: {len(manifest.files)} files, {human_bytes(manifest.total)}, {manifest.revision}"
     _print(arguments, content, text)
@@ -252,7 +253,6 @@ def _status(arguments: argparse.Namespace) -> int:
 def _state_of(state: Any, name: str) -> dict[str, Any]:
     """What is known of one checkpoint: running or interrupted job, record, quick verification."""
     from rigctl.checkpoints import workplace
-    from rigctl.checkpoints.paths import read_json
     from rigctl.checkpoints.record import quick_report
 
     record = state.load(name)
@@ -365,12 +365,13 @@ def _structure(arguments: argparse.Namespace) -> int:
 
 
 def _verdict(arguments: argparse.Namespace) -> Any:
-    from rigctl.checkpoints import eagle3_conventions, fit, paths
+    from rigctl.checkpoints import fit
+    from rigctl.contract.eagle3_conventions import Engine
     from rigctl.contract.served_checkpoints import Training
 
-    content = paths.read_json(arguments.training, "training") if arguments.training else {}
+    content = read_json(arguments.training, "training") if arguments.training else {}
     known = tuple(arguments.architectures.split(",")) if arguments.architectures else None
-    engine = eagle3_conventions.Engine(arguments.engine, arguments.version, known)
+    engine = Engine(arguments.engine, arguments.version, known)
     name = arguments.target_name
     training = Training.validated(content, f"training {arguments.training}")
     return fit.check(arguments.target, arguments.drafter, engine, arguments.context, training, name=name)
@@ -402,18 +403,11 @@ def _overlay(arguments: argparse.Namespace) -> int:
 
 def _pairs(arguments: argparse.Namespace) -> int:
     """A line a pair; exit code 1 if a unit may not use one of them."""
-    from rigctl.checkpoints.precheck import Pair, judge
-    from rigctl.contract.served_checkpoints import ServedCheckpoints
+    from rigctl.checkpoints.precheck import judge
+    from rigctl.contract.drafter_pairs import DrafterPairs
 
     refused = []
-    try:
-        pairs = [
-            Pair(**{**content, "checkpoints": ServedCheckpoints.validated(content["checkpoints"], "pairs")})
-            for content in json.loads(arguments.pairs)
-        ]
-    except (ValueError, TypeError, KeyError) as error:
-        raise RigctlError(f"not a list of drafter and target pairs: {error}; the deploy writes it") from None
-    for pair in pairs:
+    for pair in DrafterPairs.parse_text(arguments.pairs, "order of pairs").pairs:
         found = judge(pair, write=arguments.write)
         word = found["error"] or found["verdict"]["verdict"]
         _print(arguments, found, f"{found['name']}: {word}")

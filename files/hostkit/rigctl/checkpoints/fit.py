@@ -10,17 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rigctl.checkpoints import headers
-from rigctl.checkpoints.eagle3_conventions import MHA, MLA, SPECULATORS, Engine, trained_input_ids
 from rigctl.checkpoints.headers import BadFile, Tensor
 from rigctl.checkpoints.overlay import merged
+from rigctl.contract.eagle3_conventions import KEY, MHA, MISMATCH, MLA, SPECULATORS, Engine, trained_input_ids
 from rigctl.contract.served_checkpoints import Training
 from rigctl.errors import RigctlError
 
 FLOATS = ("BF16", "F16", "F32")
-CONSEQUENCE = (
-    "measured on Kimi-K2.5 with a K2 drafter: about 15 % of 5 drafted tokens accepted and 0.66x of the base "
-    "throughput on vLLM 0.16, about 42 % on SGLang 0.5.9: measure it before you serve with it"
-)
 
 
 @dataclass
@@ -278,8 +274,8 @@ def _conventions(  # noqa: PLR0913 the facts that decide
 def _written_ids(draft: Model) -> list[int] | None:
     """The ids in the drafter's config, wherever they are."""
     nested = draft.config.get("eagle_config")
-    inner = nested.get("eagle_aux_hidden_state_layer_ids") if isinstance(nested, Mapping) else None
-    ids = draft.config.get("eagle_aux_hidden_state_layer_ids") or inner
+    inner = nested.get(KEY) if isinstance(nested, Mapping) else None
+    ids = draft.config.get(KEY) or inner
     return list(ids) if isinstance(ids, list) else None
 
 
@@ -324,7 +320,7 @@ def _context(verdict: Verdict, draft: Model, engine: Engine, context: int) -> No
 
 def _provenance(verdict: Verdict, draft: Model, target: str, training: Training) -> None:
     if training.target is not None and training.target != target:
-        verdict.warn.append(f"trained for {training.target}, used with {target}; {CONSEQUENCE}")
+        verdict.warn.append(f"trained for {training.target}, used with {target}; {MISMATCH}")
     for key, said in sorted(training.notes.items()):
         found = draft.config.get(key)
         if key in draft.config and found != said:

@@ -21,11 +21,11 @@ import requests
 import urllib3
 from urllib3.connection import HTTPConnection
 
-from rigctl.checkpoints.manifest import Entry
 from rigctl.checkpoints.progress import Progress
 from rigctl.checkpoints.sink import Sink, SourceWrong
-from rigctl.checkpoints.spec import Spec
 from rigctl.checkpoints.verify import Cancelled
+from rigctl.contract.checkpoint_job import CheckpointJob
+from rigctl.contract.manifest import File
 from rigctl.errors import RigctlError
 
 CONNECT_TIMEOUT = 20.0  # seconds
@@ -113,13 +113,13 @@ def _receive_buffer(size: int) -> tuple[int, int, int]:
 class HttpFetcher:
     """Fetches files for one job; one session a worker thread."""
 
-    def __init__(self, spec: Spec, progress: Progress, stop: threading.Event) -> None:
-        self._spec = spec
+    def __init__(self, order: CheckpointJob, progress: Progress, stop: threading.Event) -> None:
+        self._order = order
         self._progress = progress
         self._stop = stop
         self._local = threading.local()
 
-    def fetch(self, entry: Entry, sink: Sink, locate: Locate) -> None:
+    def fetch(self, entry: File, sink: Sink, locate: Locate) -> None:
         """Fill `sink` from where it is. Raises Refused, GaveUp, SourceWrong, DiskFull, Cancelled."""
         failures = group = 0
         while sink.offset < entry.size:
@@ -128,7 +128,7 @@ class HttpFetcher:
                 self._stream(locate(group), entry, sink)
             except Transient as error:
                 failures = 1 if sink.offset > before else failures + 1
-                if failures > self._spec.retries:
+                if failures > self._order.retries:
                     raise GaveUp(
                         f"{entry.path}: gave up after {failures} attempts without progress, last: {error}; "
                         "what is fetched is kept, run the job again"
@@ -136,8 +136,8 @@ class HttpFetcher:
                 group = failures // SWITCH_AFTER
                 self._wait(entry, failures, error)
 
-    def _wait(self, entry: Entry, failures: int, error: Transient) -> None:
-        delay = min(self._spec.backoff * 2 ** (failures - 1), 60.0) * random.uniform(0.8, 1.2)  # noqa: S311
+    def _wait(self, entry: File, failures: int, error: Transient) -> None:
+        delay = min(self._order.backoff * 2 ** (failures - 1), 60.0) * random.uniform(0.8, 1.2)  # noqa: S311
         if error.wait is not None:
             delay = min(max(delay, error.wait), LONGEST_WAIT)
         self._progress.event(f"{entry.path}: {error}; again in {delay:.1f} s", retry=True)
@@ -158,7 +158,7 @@ class HttpFetcher:
 
         Only a small checkpoint, of which full buffers would be more than WASTE, gets less than a fast line can use.
         """
-        share = int(self._progress.total * WASTE) // self._spec.workers
+        share = int(self._progress.total * WASTE) // self._order.workers
         return max(share, SMALLEST_WINDOW) if 0 < share < LARGEST_WINDOW else None
 
     def open(self, location: Location, headers: dict[str, str]) -> requests.Response:
@@ -169,7 +169,7 @@ class HttpFetcher:
                 headers={"Accept-Encoding": "identity", **headers},
                 auth=Bearer(location.token),
                 stream=True,
-                timeout=(CONNECT_TIMEOUT, self._spec.stall),
+                timeout=(CONNECT_TIMEOUT, self._order.stall),
             )
         except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema) as error:
             raise SourceWrong(f"{location.origin} gives an address that cannot be used: {error}") from error
@@ -178,7 +178,7 @@ class HttpFetcher:
         except requests.exceptions.RequestException as error:
             raise Transient(f"{location.origin}: {_short(error)}") from error
 
-    def _stream(self, location: Location, entry: Entry, sink: Sink) -> None:
+    def _stream(self, location: Location, entry: File, sink: Sink) -> None:
         headers = {}
         known = sink.validator()
         if sink.offset:
@@ -204,7 +204,7 @@ class HttpFetcher:
             raise Transient(f"the line ended at byte {sink.offset} of {entry.size}")
 
     def _accept(
-        self, response: requests.Response, location: Location, entry: Entry, sink: Sink, known: str | None
+        self, response: requests.Response, location: Location, entry: File, sink: Sink, known: str | None
     ) -> None:
         """Make sure that the body continues what the sink has, else restart the sink or refuse."""
         start, total = body_extent(response)

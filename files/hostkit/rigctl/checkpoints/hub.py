@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rigctl.checkpoints import secrets
 from rigctl.checkpoints.http import (
     CONNECT_TIMEOUT,
     PROBE_BYTES,
@@ -27,12 +28,13 @@ from rigctl.checkpoints.http import (
     UnansweredError,
     raise_for,
 )
-from rigctl.checkpoints.manifest import Entry, Manifest
 from rigctl.checkpoints.paths import remove_tree
 from rigctl.checkpoints.progress import Progress
 from rigctl.checkpoints.sink import Sink, SourceWrong
-from rigctl.checkpoints.spec import HubSource, Spec
 from rigctl.checkpoints.verify import Cancelled
+from rigctl.contract.checkpoint_job import CheckpointJob
+from rigctl.contract.manifest import File, Manifest
+from rigctl.contract.sources import HubSource
 from rigctl.errors import RigctlError
 from rigctl.own_process import own_process
 
@@ -53,15 +55,15 @@ def _client() -> Any:
 class Hub:
     """One repository. `candidates`: the endpoint (None: the client's default), then the mirror."""
 
-    def __init__(self, source: HubSource, spec: Spec, progress: Progress, stop: threading.Event) -> None:
+    def __init__(self, source: HubSource, order: CheckpointJob, progress: Progress, stop: threading.Event) -> None:
         self.source = source
-        self._spec = spec
+        self._order = order
         self._progress = progress
         self._stop = stop
-        self._fetcher = HttpFetcher(spec, progress, stop)
+        self._fetcher = HttpFetcher(order, progress, stop)
         self._client = _client()
         self._candidates = [source.endpoint] + ([source.mirror] if source.mirror else [])
-        self._token = source.token.read() if source.token else None
+        self._token = secrets.text(order.token)
         self._preferred = 0  # the candidate that answered last: a dead endpoint is not asked for every file
         self._xet_failures = 0
         self._revision = source.revision
@@ -89,13 +91,12 @@ class Hub:
         files = self._ask(
             lambda api: list(api.list_repo_tree(self.source.repository, revision=revision, recursive=True))
         )
-        entries = [_entry(item) for item in files if hasattr(item, "blob_id")]
-        return Manifest(self.describe(), revision, tuple(entries))
+        return Manifest.listed(self.describe(), revision, [_file(item) for item in files if hasattr(item, "blob_id")])
 
     def _ask(self, question: Any) -> Any:
         """Ask the endpoint, then the mirror, each with retries."""
         last: Transient | None = None
-        for attempt in range(self._spec.retries + 1):
+        for attempt in range(self._order.retries + 1):
             chosen = (self._preferred + attempt) % len(self._candidates)
             endpoint = self._candidates[chosen]
             api = self._client.HfApi(endpoint=endpoint, token=self._token_for(endpoint) or False)
@@ -105,9 +106,9 @@ class Hub:
                 return answer
             except Transient as error:
                 last = error
-                if attempt == self._spec.retries:
+                if attempt == self._order.retries:
                     break
-                delay = max(min(self._spec.backoff * 2**attempt, 60.0), error.wait or 0.0)
+                delay = max(min(self._order.backoff * 2**attempt, 60.0), error.wait or 0.0)
                 self._progress.event(f"{self.source.repository}: {error}; again in {delay:.1f} s", retry=True)
                 if self._stop.wait(delay):
                     raise Cancelled("stopped while the hub was asked for its file list") from error
@@ -134,13 +135,13 @@ class Hub:
         except (OSError, _http_error()) as error:
             raise Transient(f"{origin}: {type(error).__name__}: {str(error)[:160]}") from error
 
-    def fetch(self, entry: Entry, sink: Sink) -> None:
+    def fetch(self, entry: File, sink: Sink) -> None:
         """Fill the sink, by xet where that is wanted and nothing is there yet, else by http."""
         if self._xet_wanted(entry, sink):
             self._by_xet(entry, sink)
         self._fetcher.fetch(entry, sink, lambda group: self._locate(entry, group))
 
-    def _locate(self, entry: Entry, group: int) -> Location:
+    def _locate(self, entry: File, group: int) -> Location:
         chosen = (self._preferred + group) % len(self._candidates)
         endpoint = self._candidates[chosen]
         metadata, origin = self._metadata(entry, endpoint)
@@ -149,7 +150,7 @@ class Hub:
         token = self._token_for(endpoint) if same_host else None
         return Location(metadata.location, origin, token, signed=not same_host)
 
-    def _metadata(self, entry: Entry, endpoint: str | None) -> tuple[Any, str]:
+    def _metadata(self, entry: File, endpoint: str | None) -> tuple[Any, str]:
         """The client's HEAD of a file: where it is, and whether it is the revision's."""
         url = self._client.hf_hub_url(self.source.repository, entry.path, revision=self.revision, endpoint=endpoint)
         parts = urlsplit(url)
@@ -172,15 +173,15 @@ class Hub:
             )
         return metadata, origin
 
-    def probe(self, entry: Entry) -> float:
+    def probe(self, entry: File) -> float:
         """Bytes a second of one connection."""
         try:
             return self._fetcher.probe(self._locate(entry, 0), PROBE_BYTES, PROBE_SECONDS)
         except Transient:
             return 0.0
 
-    def _xet_wanted(self, entry: Entry, sink: Sink) -> bool:
-        if self.source.transfer == "http" or self._spec.bandwidth_limit or sink.offset:
+    def _xet_wanted(self, entry: File, sink: Sink) -> bool:
+        if self.source.transfer == "http" or self._order.bandwidth_limit or sink.offset:
             return False
         if entry.size < XET_FROM or self._xet_failures >= XET_ERRORS or find_spec("hf_xet") is None:
             return False
@@ -190,7 +191,7 @@ class Hub:
             return False
         return metadata.xet_file_data is not None
 
-    def _by_xet(self, entry: Entry, sink: Sink) -> None:
+    def _by_xet(self, entry: File, sink: Sink) -> None:
         directory = sink.part.parent / f"{sink.part.name}.xet"
         request = {
             "repository": self.source.repository,
@@ -204,7 +205,7 @@ class Hub:
             request,
             directory,
             entry.size,
-            stall=self._spec.stall,
+            stall=self._order.stall,
             progress=self._progress,
             stop=self._stop,
         )
@@ -218,9 +219,9 @@ class Hub:
         remove_tree(directory)
 
 
-def _entry(item: Any) -> Entry:
-    sha256 = item.lfs.sha256 if item.lfs is not None else None
-    return Entry(item.path, item.size, sha256=sha256, git_sha1=None if sha256 else item.blob_id)
+def _file(item: Any) -> dict[str, Any]:
+    proof = {"git_sha1": item.blob_id} if item.lfs is None else {"sha256": item.lfs.sha256}
+    return {"path": item.path, "size": item.size, **proof}
 
 
 def _http_error() -> type[Exception]:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rigctl.checkpoints.paths import read_json, remove_tree, sync_directory, write_json
+from rigctl.checkpoints.paths import remove_tree
 from rigctl.errors import RigctlError
+from rigctl.whole_files import read_json, sync_directory, write_json
 
 MARK = ".rigctl-overlay.json"
 

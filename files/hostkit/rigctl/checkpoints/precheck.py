@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from rigctl.checkpoints import overlay, record
-from rigctl.checkpoints.eagle3_conventions import Engine
 from rigctl.checkpoints.fit import Verdict, check, read_model
-from rigctl.checkpoints.manifest import FileHasher, walk
+from rigctl.checkpoints.paths import walk
 from rigctl.checkpoints.record import Record
-from rigctl.checkpoints.verify import hash_file
+from rigctl.checkpoints.verify import FileHasher, hash_file
+from rigctl.contract.drafter_pairs import DrafterPair
+from rigctl.contract.eagle3_conventions import Engine
 from rigctl.contract.served_checkpoints import ServedCheckpoints, Training
 from rigctl.errors import RigctlError
 
 
 class Using(Protocol):
-    """The part of a run specification that names checkpoints."""
+    """The part of a run specification, or of a drafter's pair, that names checkpoints."""
 
     @property
     def name(self) -> str: ...
@@ -37,21 +37,6 @@ class Using(Protocol):
     def drafter_path(self) -> str | None: ...
     @property
     def checkpoints(self) -> ServedCheckpoints: ...
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A configuration with a drafter, before its unit is written. checkpoint_path: the drafter as it is published;
-    drafter_path: the same, or the overlay that the unit will read; environment: permissions the unit has."""
-
-    name: str
-    engine: str
-    release: str
-    target_path: str
-    drafter_path: str
-    checkpoint_path: str
-    checkpoints: ServedCheckpoints
-    environment: Mapping[str, str]
 
 
 def published(specification: Using) -> str:
@@ -77,7 +62,7 @@ def trusted_code(specification: Using) -> str:
         for relative, place in walk(root):
             if place.suffix != ".py":
                 continue
-            entry = known.manifest.get(relative)
+            entry = known.manifest.by_path.get(relative)
             if entry is None:
                 raise RigctlError(f"{place} is not in the manifest of {name}: move it away, or leave trust_remote_code")
             digest, _ = hash_file(place, FileHasher(entry.digest().partition(":")[0], place.stat().st_size))
@@ -128,7 +113,7 @@ def verdict(specification: Using, drafter: Path, written: Mapping[str, Any] | No
     return check(target, drafter, engine, context, used.training or Training(), name=used.target, written=written)
 
 
-def judge(pair: Pair, *, write: bool) -> dict[str, Any]:
+def judge(pair: DrafterPair, *, write: bool) -> dict[str, Any]:
     """One pair before its unit is written, as JSON: name, verdict, error (null: a unit may use it), and overlay (null:
     it needs none; "absent", "current", "written").
 
@@ -156,9 +141,11 @@ def judge(pair: Pair, *, write: bool) -> dict[str, Any]:
 def _used(specification: Using) -> Iterator[tuple[str, Path]]:
     """Names and places of the checkpoints; of a drafter's overlay the checkpoint behind it."""
     yield specification.checkpoints.target, Path(specification.target_path)
-    drafter, path = specification.checkpoints.drafter, specification.drafter_path
-    if drafter is not None and path is not None:
-        yield drafter, overlay.source(Path(path)) or Path(path)
+    if specification.drafter_path is not None:
+        place = Path(specification.drafter_path)
+        if specification.checkpoints.drafter is None:
+            raise RigctlError(f"{place} is the drafter of no checkpoint: deploy again")
+        yield specification.checkpoints.drafter, overlay.source(place) or place
 
 
 def _record(name: str, place: Path) -> Record:

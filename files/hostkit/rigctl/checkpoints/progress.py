@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from rigctl.checkpoints.paths import write_json
+from rigctl.whole_files import write_json
 
 WINDOW = 20.0  # seconds over which the rate is taken
 

@@ -12,20 +12,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rigctl.checkpoints import manifest as manifests
-from rigctl.checkpoints.manifest import Manifest
-from rigctl.checkpoints.paths import read_json, write_json
 from rigctl.checkpoints.verify import Report, Seen, quick
+from rigctl.contract.checkpoint_job import NAME
+from rigctl.contract.manifest import Manifest
 from rigctl.errors import RigctlError
+from rigctl.whole_files import read_json, write_json
 
 STATE_DIRECTORY = Path("/var/lib/kimi-rig/checkpoints")
 FORMAT = 1
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,79}")
 
 
 def check_name(name: str) -> str:
     """A checkpoint's name: lower case, digits, dot, dash, underscore; it becomes a file name."""
-    if not _NAME.fullmatch(name):
+    if not re.fullmatch(NAME, name):
         raise RigctlError(f"checkpoint name {name!r}: use a-z, 0-9, '.', '_' and '-', at most 80")
     return name
 
@@ -52,7 +51,7 @@ class Record:
         return {
             "format": FORMAT,
             **content,
-            "manifest": self.manifest.to_json(),
+            "manifest": self.manifest.document(),
             "seen": {path: asdict(seen) for path, seen in self.seen.items()},
         }
 
@@ -66,7 +65,7 @@ def parse(content: Any, where: str) -> Record:
             name=content["name"],
             path=content["path"],
             origin=content["origin"],
-            manifest=manifests.parse(content["manifest"], where),
+            manifest=Manifest.parse(content["manifest"], where),
             seen={path: Seen(**seen) for path, seen in content["seen"].items()},
             verified_at=float(content["verified_at"]),
             verified_seconds=float(content["verified_seconds"]),
@@ -102,7 +101,7 @@ class State:
     def names(self) -> list[str]:
         """Checkpoints with a record or a job."""
         places = [*self.root.glob("*.json"), *(self.root / "jobs").glob("*.json")]
-        return sorted({place.stem for place in places if _NAME.fullmatch(place.stem)})
+        return sorted({place.stem for place in places if re.fullmatch(NAME, place.stem)})
 
     def load(self, name: str) -> Record | None:
         """The record, or None if there is none."""

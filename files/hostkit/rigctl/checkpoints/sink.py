@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from rigctl.checkpoints.manifest import Entry
 from rigctl.checkpoints.progress import Progress
-from rigctl.checkpoints.verify import Cancelled, hash_file
+from rigctl.checkpoints.verify import Cancelled, FileHasher, hash_file
+from rigctl.contract.manifest import File
 from rigctl.errors import RigctlError
 
 STEP = 16 << 20  # bytes after which they are sent to the disk
@@ -75,7 +75,7 @@ class Limiter:
 class Sink:
     """A part file and the digest of what is in it. Use as a context manager."""
 
-    def __init__(self, part: Path, entry: Entry, progress: Progress, limiter: Limiter, stop: threading.Event) -> None:
+    def __init__(self, part: Path, entry: File, progress: Progress, limiter: Limiter, stop: threading.Event) -> None:
         self.part = part
         self.entry = entry
         self.offset = 0
@@ -83,7 +83,7 @@ class Sink:
         self.stop = stop
         self._note = part.with_name(part.name + ".validator")
         self._progress = progress
-        self._hasher = entry.hasher()
+        self._hasher = FileHasher.of(entry)
         self._descriptor = -1
         self._begun = 0  # up to where the kernel was told to write
 
@@ -115,7 +115,7 @@ class Sink:
         os.close(self._descriptor)
         self._descriptor = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self.offset = 0
-        self._hasher = self.entry.hasher()
+        self._hasher = FileHasher.of(self.entry)
         self._take_up()
 
     def write(self, data: bytes | memoryview) -> None:
@@ -157,7 +157,7 @@ class Sink:
         os.ftruncate(self._descriptor, 0)
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         self.offset = self._begun = 0
-        self._hasher = self.entry.hasher()
+        self._hasher = FileHasher.of(self.entry)
         self._note.unlink(missing_ok=True)
 
     def validator(self) -> str | None:

@@ -15,8 +15,7 @@ from urllib.parse import quote, urlsplit
 
 import requests
 
-from rigctl.checkpoints import manifest as manifests
-from rigctl.checkpoints import verify
+from rigctl.checkpoints import secrets, verify
 from rigctl.checkpoints.http import (
     PROBE_BYTES,
     PROBE_SECONDS,
@@ -28,18 +27,19 @@ from rigctl.checkpoints.http import (
     check_status,
 )
 from rigctl.checkpoints.hub import Hub
-from rigctl.checkpoints.manifest import Entry, Manifest, is_selected
 from rigctl.checkpoints.progress import Progress
 from rigctl.checkpoints.sink import DiskFull, Sink, SourceWrong
-from rigctl.checkpoints.spec import (
+from rigctl.checkpoints.verify import Cancelled
+from rigctl.contract.checkpoint_job import CheckpointJob
+from rigctl.contract.manifest import File, Manifest
+from rigctl.contract.sources import (
+    DirectorySource,
     GeneratorSource,
     HttpSource,
     HubSource,
     LocalSource,
     RsyncSource,
-    Spec,
 )
-from rigctl.checkpoints.verify import Cancelled
 from rigctl.errors import RigctlError
 from rigctl.own_process import own_process
 
@@ -52,8 +52,8 @@ class FileSource(Protocol):
 
     def describe(self) -> str: ...
     def listing(self) -> Manifest: ...
-    def fetch(self, entry: Entry, sink: Sink) -> None: ...
-    def probe(self, entry: Entry) -> float: ...
+    def fetch(self, entry: File, sink: Sink) -> None: ...
+    def probe(self, entry: File) -> float: ...
 
 
 class TreeSource(Protocol):
@@ -61,17 +61,17 @@ class TreeSource(Protocol):
 
     def describe(self) -> str: ...
     def listing(self) -> Manifest | None: ...
-    def fill(self, directory: Path, entries: Sequence[Entry]) -> None: ...
+    def fill(self, directory: Path, entries: Sequence[File]) -> None: ...
 
 
 class Http:
     """A web directory with a manifest."""
 
-    def __init__(self, source: HttpSource, spec: Spec, progress: Progress, stop: threading.Event) -> None:
+    def __init__(self, source: HttpSource, order: CheckpointJob, progress: Progress, stop: threading.Event) -> None:
         self._source = source
-        self._bases = [source.url.rstrip("/")] + ([source.mirror.rstrip("/")] if source.mirror else [])
-        self._token = source.token.read() if source.token else None
-        self._fetcher = HttpFetcher(spec, progress, stop)
+        self._bases = [source.url] + ([source.mirror] if source.mirror else [])
+        self._token = secrets.text(order.token)
+        self._fetcher = HttpFetcher(order, progress, stop)
 
     def describe(self) -> str:
         """For records and messages."""
@@ -84,20 +84,20 @@ class Http:
         try:
             with self._fetcher.open(location, {}) as response:
                 check_status(response, location, "manifest.json")
-                return manifests.parse(response.json(), url)
+                return Manifest.parse(response.json(), url)
         except (Transient, requests.exceptions.RequestException, json.JSONDecodeError) as error:
             raise UnansweredError(f"the manifest {url} cannot be had: {error}") from error
 
-    def _locate(self, entry: Entry, group: int) -> Location:
+    def _locate(self, entry: File, group: int) -> Location:
         base = self._bases[group % len(self._bases)]
         token = self._token if base == self._bases[0] else None
         return Location(f"{base}/{quote(entry.path)}", _origin(base), token)
 
-    def fetch(self, entry: Entry, sink: Sink) -> None:
+    def fetch(self, entry: File, sink: Sink) -> None:
         """Fill the sink by range requests."""
         self._fetcher.fetch(entry, sink, lambda group: self._locate(entry, group))
 
-    def probe(self, entry: Entry) -> float:
+    def probe(self, entry: File) -> float:
         """Bytes a second of one connection."""
         return self._fetcher.probe(self._locate(entry, 0), PROBE_BYTES, PROBE_SECONDS)
 
@@ -105,9 +105,9 @@ class Http:
 class Local:
     """A directory of this host; copied, never moved or linked: the source may change later."""
 
-    def __init__(self, source: LocalSource, spec: Spec) -> None:
+    def __init__(self, source: LocalSource) -> None:
         self._root = Path(source.path)
-        self._spec = spec
+        self._source = source
 
     def describe(self) -> str:
         """For records and messages."""
@@ -115,10 +115,10 @@ class Local:
 
     def listing(self) -> Manifest:
         """sha256 of the source's files."""
-        made, _ = verify.manifest_of(self._root, self.describe(), self._spec.include, self._spec.exclude)
+        made, _ = verify.manifest_of(self._root, self.describe(), self._source.selects)
         return made
 
-    def fetch(self, entry: Entry, sink: Sink) -> None:
+    def fetch(self, entry: File, sink: Sink) -> None:
         """Copy from the sink's offset on."""
         place = self._root / entry.path
         try:
@@ -132,43 +132,42 @@ class Local:
         except OSError as error:
             raise SourceWrong(f"{place} cannot be read: {error.strerror}") from error
 
-    def probe(self, entry: Entry) -> float:
+    def probe(self, entry: File) -> float:
         """Not measured: the disks decide."""
         return 0.0
 
 
 class Rsync:
-    """A directory of another host over SSH, or of this one, by rsync (files resume inside)."""
+    """A directory of another host over SSH, by rsync (files resume inside)."""
 
-    def __init__(self, source: RsyncSource, spec: Spec, progress: Progress, stop: threading.Event) -> None:
+    def __init__(self, source: RsyncSource, order: CheckpointJob, progress: Progress, stop: threading.Event) -> None:
         self._source = source
-        self._spec = spec
+        self._order = order
         self._progress = progress
         self._stop = stop
 
     def describe(self) -> str:
         """For records and messages."""
-        return f"rsync:{self._source.host or 'localhost'}:{self._source.path}"
+        return f"rsync:{self._source.host}:{self._source.path}"
 
     def _ssh(self) -> list[str]:
         """ssh without questions; the host key must be known."""
         source = self._source
         command = ["ssh", "-p", str(source.port), "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"]
         command += ["-o", "ServerAliveInterval=15", "-o", "ConnectTimeout=20"]
-        if source.identity:
-            command += ["-i", str(source.identity.path()), "-o", "IdentitiesOnly=yes"]
+        if source.identity_file:
+            command += ["-i", source.identity_file, "-o", "IdentitiesOnly=yes"]
         if source.known_hosts:
             command += ["-o", f"UserKnownHostsFile={source.known_hosts}"]
         return command
 
     def _at(self) -> str:
-        return f"{self._source.user}@{self._source.host}" if self._source.user else str(self._source.host)
+        return f"{self._source.user}@{self._source.host}"
 
     def _remote(self, script: str, stdin: bytes = b"") -> bytes:
         """Run a shell script in the source's directory."""
         script = f"cd -- {shlex.quote(self._source.path)} && {script}"
-        command = [*self._ssh(), self._at(), script] if self._source.host else ["sh", "-c", script]
-        done = subprocess.run(command, input=stdin, capture_output=True, check=False)
+        done = subprocess.run([*self._ssh(), self._at(), script], input=stdin, capture_output=True, check=False)
         if done.returncode:
             reason = done.stderr.decode(errors="replace").strip().splitlines()
             raise RigctlError(
@@ -183,7 +182,7 @@ class Rsync:
         sizes: dict[str, int] = {}
         for item in filter(None, listed.split(b"\0")):
             size, _, name = os.fsdecode(item).partition(" ")
-            if is_selected(name, self._spec.include, self._spec.exclude):
+            if self._source.selects(name):
                 sizes[name] = int(size)
         if not sizes:
             raise RigctlError(f"{self.describe()} has no file that the patterns select")
@@ -192,12 +191,12 @@ class Rsync:
         entries = []
         for item in filter(None, hashed.split(b"\0")):
             digest, _, name = os.fsdecode(item).partition("  ./")
-            entries.append(Entry(name, sizes[name], sha256=digest))
+            entries.append({"path": name, "size": sizes[name], "sha256": digest})
         if len(entries) != len(sizes):
             raise RigctlError(f"{self.describe()}: {len(entries)} of {len(sizes)} files were hashed: it changes")
-        return Manifest(self.describe(), None, tuple(entries))
+        return Manifest.listed(self.describe(), None, entries)
 
-    def fill(self, directory: Path, entries: Sequence[Entry]) -> None:
+    def fill(self, directory: Path, entries: Sequence[File]) -> None:
         """Fetch the entries; a file that is begun is continued (--append), proof comes after."""
         with tempfile.NamedTemporaryFile("w", prefix="rigctl-rsync-", encoding="utf-8") as names:
             names.write("".join(f"{entry.path}\0" for entry in entries))
@@ -211,9 +210,9 @@ class Rsync:
                     return
                 self._judge(code, reason)
                 failures = 1 if _size(directory, entries) > before else failures + 1
-                if failures > self._spec.retries:
+                if failures > self._order.retries:
                     raise GaveUp(f"{self.describe()}: gave up after {failures} attempts: {reason}; run it again")
-                delay = min(self._spec.backoff * 2 ** (failures - 1), 60.0)
+                delay = min(self._order.backoff * 2 ** (failures - 1), 60.0)
                 self._progress.event(f"rsync: {reason}; again in {delay:.1f} s", retry=True)
                 if self._stop.wait(delay):
                     raise Cancelled("stopped; what is fetched is kept for the next run")
@@ -227,14 +226,12 @@ class Rsync:
             "--no-implied-dirs",
             "--copy-links",
         ]
-        command += [f"--timeout={max(1, int(self._spec.stall))}", "--protect-args"]
-        if self._spec.bandwidth_limit:
-            command.append(f"--bwlimit={max(1, self._spec.bandwidth_limit // 1024)}")
-        if self._source.host:
-            host = f"[{self._source.host}]" if ":" in self._source.host else self._source.host
-            at = f"{self._source.user}@{host}" if self._source.user else host
-            return [*command, "-e", shlex.join(self._ssh()), f"{at}:{self._source.path}/", f"{directory}/"]
-        return [*command, f"{self._source.path}/", f"{directory}/"]
+        command += [f"--timeout={max(1, int(self._order.stall))}", "--protect-args"]
+        if self._order.bandwidth_limit:
+            command.append(f"--bwlimit={max(1, self._order.bandwidth_limit // 1024)}")
+        host = f"[{self._source.host}]" if ":" in self._source.host else self._source.host
+        at = f"{self._source.user}@{host}:{self._source.path}/"
+        return [*command, "-e", shlex.join(self._ssh()), at, f"{directory}/"]
 
     def _judge(self, code: int, reason: str) -> None:
         if "No space left" in reason or "Disk quota exceeded" in reason:
@@ -249,24 +246,21 @@ class Generator:
     """A rigctl subcommand that makes the files (the sandbox's tiny checkpoints)."""
 
     def __init__(self, source: GeneratorSource, progress: Progress, stop: threading.Event) -> None:
-        self._source = source
+        self._arguments = ["tiny-kimi", source.generator, "{directory}"]
         self._progress = progress
         self._stop = stop
 
     def describe(self) -> str:
         """For records and messages."""
-        return f"generator:{shlex.join(self._source.arguments)}"
+        return f"generator:{shlex.join(self._arguments)}"
 
     def listing(self) -> Manifest | None:
         """Only known after the files are made."""
         return None
 
-    def fill(self, directory: Path, entries: Sequence[Entry]) -> None:
-        """Run it; `{directory}` in its arguments is the place to write to."""
-        arguments = [argument.replace("{directory}", str(directory)) for argument in self._source.arguments]
-        if arguments == list(self._source.arguments):
-            raise RigctlError(f"{self.describe()}: no argument has {{directory}}, it would write elsewhere")
-        command = own_process("rigctl", *arguments)
+    def fill(self, directory: Path, entries: Sequence[File]) -> None:
+        """Run it."""
+        command = own_process("rigctl", *self._arguments[:-1], str(directory))
         code, reason = _follow(command, directory, entries, self._progress, self._stop)
         if code:
             raise SourceWrong(f"{self.describe()} ended with {code}: {reason}")
@@ -275,7 +269,7 @@ class Generator:
 def _follow(
     command: Sequence[str],
     directory: Path,
-    entries: Sequence[Entry],
+    entries: Sequence[File],
     progress: Progress,
     stop: threading.Event,
 ) -> tuple[int, str]:
@@ -308,7 +302,7 @@ def _follow(
     return child.returncode, telling[-1] if telling else f"exit code {child.returncode}"
 
 
-def _size(directory: Path, entries: Sequence[Entry]) -> int:
+def _size(directory: Path, entries: Sequence[File]) -> int:
     total = 0
     for entry in entries:
         try:
@@ -323,15 +317,19 @@ def _origin(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-def open_source(spec: Spec, progress: Progress, stop: threading.Event) -> FileSource | TreeSource:
-    """The source that a spec names."""
-    source = spec.source
-    if isinstance(source, HubSource):
-        return Hub(source, spec, progress, stop)
-    if isinstance(source, HttpSource):
-        return Http(source, spec, progress, stop)
-    if isinstance(source, LocalSource):
-        return Local(source, spec)
-    if isinstance(source, RsyncSource):
-        return Rsync(source, spec, progress, stop)
-    return Generator(source, progress, stop)
+def open_source(order: CheckpointJob, progress: Progress, stop: threading.Event) -> FileSource | TreeSource:
+    """The source that an order names. Raises RigctlError for one that is fetched from nowhere."""
+    source = order.source
+    match source:
+        case HubSource():
+            return Hub(source, order, progress, stop)
+        case HttpSource():
+            return Http(source, order, progress, stop)
+        case LocalSource():
+            return Local(source)
+        case RsyncSource():
+            return Rsync(source, order, progress, stop)
+        case GeneratorSource():
+            return Generator(source, progress, stop)
+        case DirectorySource():
+            raise RigctlError(f"{order.name} is taken as it lies: put its files into {order.destination}")

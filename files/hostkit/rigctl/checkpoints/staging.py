@@ -9,23 +9,23 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rigctl.checkpoints import manifest as manifests
 from rigctl.checkpoints import record as records
 from rigctl.checkpoints import structure, verify
 from rigctl.checkpoints.http import GaveUp, Refused, UnansweredError
-from rigctl.checkpoints.manifest import Entry, FileHasher, Manifest, walk
 from rigctl.checkpoints.paths import make_parents, remove_tree
 from rigctl.checkpoints.progress import Progress, human_bytes, human_seconds
 from rigctl.checkpoints.record import Record, State
 from rigctl.checkpoints.sink import DiskFull, Limiter, Sink, SourceWrong, disk_error
 from rigctl.checkpoints.sources import FileSource, TreeSource, open_source
-from rigctl.checkpoints.spec import GeneratorSource, HubSource, LocalSource, Spec
-from rigctl.checkpoints.verify import Cancelled, Report, Seen
+from rigctl.checkpoints.verify import Cancelled, FileHasher, Report, Seen
 from rigctl.checkpoints.workplace import Workplace, close, locked, settle
+from rigctl.contract.checkpoint_job import CheckpointJob
+from rigctl.contract.manifest import File, Manifest
+from rigctl.contract.sources import DirectorySource, LocalSource
 from rigctl.errors import RigctlError
 
 PROBE_FROM = 16 << 30  # bytes; less is there soon, and what the probe fetches must not count
@@ -81,16 +81,16 @@ class Outcome:
 
 
 class Job:
-    """One run of staging or repair for one spec. Call under `run`; `stop` ends it within a block."""
+    """One run of staging or repair for one order. Call under `run`; `stop` ends it within a block."""
 
-    def __init__(self, spec: Spec, state: State, progress: Progress, stop: threading.Event) -> None:
-        self.spec = spec
+    def __init__(self, order: CheckpointJob, state: State, progress: Progress, stop: threading.Event) -> None:
+        self.order = order
         self.state = state
         self.progress = progress
         self.stop = stop
-        self.destination = spec.directory()
+        self.destination = directory_of(order)
         self.workplace = Workplace(self.destination)
-        self._limiter = Limiter(spec.bandwidth_limit)
+        self._limiter = Limiter(order.bandwidth_limit)
         self._abort = threading.Event()
         self._line_is_down = threading.Event()
         self._replaces = False
@@ -98,16 +98,16 @@ class Job:
 
     @property
     def source(self) -> FileSource | TreeSource:
-        """The spec's source, opened once it is needed."""
+        """The order's source, opened once it is needed."""
         if self._source is None:
-            self._source = open_source(self.spec, self.progress, self._abort)
+            self._source = open_source(self.order, self.progress, self._abort)
         return self._source
 
     # -- staging -------------------------------------------------------------------------------------------
 
     def stage(self) -> Outcome:
         """Stage, adopt or confirm; see docs/checkpoints.md for what happens to a directory that is there."""
-        with locked(self.state, self.spec.name, self.destination), self._stopping():
+        with locked(self.state, self.order.name, self.destination), self._stopping():
             self._finish_publication()
             known = self._known()
             if known is not None:
@@ -132,17 +132,17 @@ class Job:
 
     def _known(self) -> Outcome | None:
         """The recorded checkpoint, if it is what the spec wants and still as it was proved."""
-        record = self.state.load(self.spec.name)
+        record = self.state.load(self.order.name)
         if record is None or not self.destination.exists():
             return None
         if Path(record.path) != self.destination:
             raise RigctlError(
-                f"{self.spec.name} is recorded at {record.path}, the spec wants {self.destination}: "
-                f"forget it first (rigctl checkpoints forget {self.spec.name}); no file is removed by that"
+                f"{self.order.name} is recorded at {record.path}, the spec wants {self.destination}: "
+                f"forget it first (rigctl checkpoints forget {self.order.name}); no file is removed by that"
             )
         wanted = self._wanted_instead(record)
         if wanted is not None:
-            if self.spec.replace and record.origin == "staged":
+            if self.order.replace and record.origin == "staged":
                 self._replaces = True
                 return None
             raise RigctlError(
@@ -154,7 +154,7 @@ class Job:
         if not report.complete:
             raise RigctlError(
                 f"{self.destination} is not as it was proved:\n  " + "\n  ".join(report.lines()[:20]) + "\n"
-                f"prove it again (rigctl checkpoints verify --full {self.spec.name}), repair it"
+                f"prove it again (rigctl checkpoints verify --full {self.order.name}), repair it"
                 + (", or adopt it again if the change is yours" if record.origin == "adopted" else "")
             )
         self.progress.total = self.progress.done = record.manifest.total
@@ -162,35 +162,27 @@ class Job:
 
     def _wanted_instead(self, record: Record) -> str | None:
         """What the spec wants, if that is not what the record has."""
-        source = self.spec.source
         wanted = self._pinned_manifest()
         if wanted is not None and not wanted.describes(record.manifest):
             return wanted.revision or "another content"
-        if not isinstance(source, HubSource | GeneratorSource):
-            return None
         if record.origin == "adopted" and record.manifest.revision is None:
             return None  # taken as it lay, without a source to compare with
-        return source.revision if source.revision not in (None, record.manifest.revision) else None
+        return self.order.revision if self.order.revision != record.manifest.revision else None
 
     def _pinned_manifest(self) -> Manifest | None:
-        if self.spec.manifest is None:
+        if self.order.manifest is None:
             return None
-        manifest = manifests.load(Path(self.spec.manifest))
-        source = self.spec.source
-        if isinstance(source, HubSource) and source.revision and manifest.revision != source.revision:
+        manifest = Manifest.read(Path(self.order.manifest))
+        if self.order.revision not in (None, manifest.revision):
             raise RigctlError(
-                f"{self.spec.manifest} is of revision {manifest.revision}, the spec pins {source.revision}: "
+                f"{self.order.manifest} is of revision {manifest.revision}, the spec pins {self.order.revision}: "
                 "pin again to write the right manifest"
             )
         return self._selected(manifest)
 
     def _selected(self, manifest: Manifest) -> Manifest:
         """The entry's files, with the digests that the entry knows of them."""
-        kept = manifest.select(self.spec.include, self.spec.exclude)
-        return kept.agreeing({path: known for path, known in self.spec.digests.items() if self._is_selected(path)})
-
-    def _is_selected(self, path: str) -> bool:
-        return manifests.is_selected(path, self.spec.include, self.spec.exclude)
+        return manifest.wanted(self.order.source, self.order.digests)
 
     def _manifest(self, source: FileSource | TreeSource | None = None) -> Manifest | None:
         """The pinned manifest, or what the source lists; None where only the finished files tell."""
@@ -216,11 +208,13 @@ class Job:
         return any(place.iterdir())
 
     def _take_what_is_there(self) -> Outcome:
-        source = self.spec.source
-        if isinstance(source, LocalSource) and Path(source.path).resolve() == self.destination:
-            return Outcome("adopted", True, adopt_as_it_is(self.spec, self.state, self.destination, self._read))
+        source = self.order.source
+        # A directory that is its own source is adopted too: nothing can be copied onto itself.
+        is_itself = isinstance(source, LocalSource) and Path(source.path).resolve() == self.destination
+        if is_itself or isinstance(source, DirectorySource):
+            return Outcome("adopted", True, adopt_as_it_is(self.order, self.state, self.destination, self._read))
         # Adopting needs no line: the client's own retries (half a minute) are patience enough.
-        hasty = replace(self.spec, retries=0)
+        hasty = self.order.model_copy(update={"retries": 0})
         try:
             manifest = self._manifest(open_source(hasty, self.progress, self._abort))
         except (UnansweredError, Refused) as error:
@@ -234,12 +228,12 @@ class Job:
         report = verify.full(self.destination, manifest, advance=self._read, stop=self._abort)
         if not report.complete:
             raise RigctlError(half_copied(self.destination, manifest, report))
-        return Outcome("adopted", True, adopt(self.spec, self.state, self.destination, manifest, report))
+        return Outcome("adopted", True, adopt(self.order, self.state, self.destination, manifest, report))
 
     def _take_uncompared(self, why: RigctlError) -> Outcome:
         """Adopt what is loadable by its own headers, index and code files when nobody tells what it shall be."""
-        faults = structure.check(self.destination, self.spec.kind).errors
-        faults += differing(self.destination, self.spec.digests)
+        faults = structure.check(self.destination, self.order.role).errors
+        faults += differing(self.destination, self.order.digests)
         if faults:
             raise RigctlError(
                 f"{self.destination} exists, was not made by this program, and cannot be loaded as it is:\n  "
@@ -248,7 +242,7 @@ class Job:
                 "away, or complete it with `rigctl checkpoints repair --in-place` once the source answers."
             )
         self.progress.event(f"taken as it lies, not compared with its source: {why}")
-        return Outcome("adopted", True, adopt_as_it_is(self.spec, self.state, self.destination, self._read))
+        return Outcome("adopted", True, adopt_as_it_is(self.order, self.state, self.destination, self._read))
 
     def _read(self, count: int) -> None:
         self.progress.advance(count, fetched=False)
@@ -260,13 +254,13 @@ class Job:
         here = self.workplace.allocated(manifest)
         free, inodes = free_space(self.destination.parent)
         needed = manifest.total - here
-        rate: float | None = self.spec.bandwidth_limit
+        rate: float | None = self.order.bandwidth_limit
         if rate is None and probe and needed >= PROBE_FROM and hasattr(self.source, "probe"):
             # one connection is the lower bound: the workers share the line, they do not slow each other first
             largest = max(manifest.files, key=lambda entry: entry.size)
             rate = self.source.probe(largest) or None
         return Plan(
-            name=self.spec.name,
+            name=self.order.name,
             destination=str(self.destination),
             source=self.source.describe(),
             revision=manifest.revision,
@@ -281,21 +275,21 @@ class Job:
 
     def refuse_without_space(self, plan: Plan) -> None:
         """Raise before the first byte if the file system cannot hold the rest."""
-        short = plan.bytes_needed + self.spec.reserve_bytes - plan.free
+        short = plan.bytes_needed + self.order.reserve_bytes - plan.free
         if short > 0:
             raise RigctlError(
                 f"{self.destination.parent} has {human_bytes(plan.free)} free, the checkpoint needs "
-                f"{human_bytes(plan.bytes_needed)} and {human_bytes(self.spec.reserve_bytes)} must stay "
+                f"{human_bytes(plan.bytes_needed)} and {human_bytes(self.order.reserve_bytes)} must stay "
                 f"free: {human_bytes(short)} are missing; nothing was fetched"
             )
-        if plan.inodes_free is not None and plan.files + self.spec.reserve_inodes > plan.inodes_free:
+        if plan.inodes_free is not None and plan.files + self.order.reserve_inodes > plan.inodes_free:
             raise RigctlError(
                 f"{self.destination.parent} has {plan.inodes_free} inodes free, the checkpoint needs "
-                f"{plan.files} and {self.spec.reserve_inodes} must stay free; nothing was fetched"
+                f"{plan.files} and {self.order.reserve_inodes} must stay free; nothing was fetched"
             )
 
     def _fetch_and_publish(self) -> Outcome:
-        uid, gid = owner_ids(self.spec)
+        uid, gid = owner_ids(self.order)
         manifest = self._manifest()
         if manifest is not None:
             plan = self.plan(manifest)
@@ -307,15 +301,15 @@ class Job:
         self.progress.phase = "publish"
         self._check_structure()
         record = Record(
-            name=self.spec.name,
+            name=self.order.name,
             path=str(self.destination),
             origin="staged",
             manifest=manifest,
             seen=seen,
             verified_at=records.now(),
             verified_seconds=round(time.monotonic() - started, 3),
-            kind=self.spec.kind,
-            read_only=self.spec.read_only,
+            kind=self.order.role,
+            read_only=self.order.read_only,
         )
         self.workplace.publish(record, uid, gid, replace=self._replaces)
         close(self.destination, record.read_only)
@@ -335,7 +329,7 @@ class Job:
             os.chown(self.workplace.tree, os.geteuid(), os.getegid())
         except PermissionError as error:
             raise RigctlError(
-                f"files in {self.destination.parent} cannot be given to {self.spec.owner}:{self.spec.group} "
+                f"files in {self.destination.parent} cannot be given to {self.order.owner}:{self.order.group} "
                 "(NFS with root squash?): leave owner and group out of this checkpoint's entry"
             ) from error
 
@@ -352,14 +346,14 @@ class Job:
             return self._generate(source)
         return manifest, self._fetch_tree(source, manifest.files)
 
-    def _fetch_files(self, entries: Sequence[Entry]) -> dict[str, Seen]:
+    def _fetch_files(self, entries: Sequence[File]) -> dict[str, Seen]:
         """All entries by a pool of workers; smallest first, so that a refused token shows soon."""
         return self._pool(entries, self._fetch_file)
 
-    def _pool(self, entries: Sequence[Entry], work: Callable[[Entry], Seen]) -> dict[str, Seen]:
+    def _pool(self, entries: Sequence[File], work: Callable[[File], Seen]) -> dict[str, Seen]:
         seen: dict[str, Seen] = {}
         faults: list[RigctlError] = []
-        with ThreadPoolExecutor(self.spec.workers, thread_name_prefix="fetch") as pool:
+        with ThreadPoolExecutor(self.order.workers, thread_name_prefix="fetch") as pool:
             ordered = sorted(entries, key=lambda entry: (entry.size, entry.path))
             futures = {pool.submit(self._guarded, work, entry): entry for entry in ordered}
             for future in as_completed(futures):
@@ -374,7 +368,7 @@ class Job:
             raise summary(faults, self.workplace.root, stopped=self.stop.is_set())
         return seen
 
-    def _guarded(self, work: Callable[[Entry], Seen], entry: Entry) -> Seen:
+    def _guarded(self, work: Callable[[File], Seen], entry: File) -> Seen:
         """Run one file's work; a fault that every other file would meet as well stops them all."""
         if self._abort.is_set() or self._line_is_down.is_set():
             raise Cancelled("stopped; what is fetched is kept for the next run")
@@ -398,7 +392,7 @@ class Job:
         finally:
             self.progress.file_ends(entry.path, right=right)
 
-    def _fetch_file(self, entry: Entry) -> Seen:
+    def _fetch_file(self, entry: File) -> Seen:
         done = self.workplace.proved(entry)
         if done is not None:
             self.progress.advance(entry.size, fetched=False)
@@ -418,7 +412,7 @@ class Job:
             "the source is damaged or not at this revision; nothing of this file is kept"
         )
 
-    def _fetch_tree(self, source: TreeSource, entries: Sequence[Entry]) -> dict[str, Seen]:
+    def _fetch_tree(self, source: TreeSource, entries: Sequence[File]) -> dict[str, Seen]:
         """Let the source fill a directory, prove each file, and once more what was wrong."""
         seen: dict[str, Seen] = {}
         incoming = self.workplace.root / "incoming"
@@ -437,7 +431,7 @@ class Job:
         remove_tree(incoming)
         return seen
 
-    def _take_proved(self, entries: Sequence[Entry], seen: dict[str, Seen]) -> list[Entry]:
+    def _take_proved(self, entries: Sequence[File], seen: dict[str, Seen]) -> list[File]:
         left = []
         for entry in entries:
             done = self.workplace.proved(entry)
@@ -449,7 +443,7 @@ class Job:
                 self.progress.files_done += 1
         return left
 
-    def _drop_too_long(self, incoming: Path, entries: Sequence[Entry]) -> None:
+    def _drop_too_long(self, incoming: Path, entries: Sequence[File]) -> None:
         for entry in entries:
             place = make_parents(incoming, entry.path)
             if place.is_symlink() or (place.exists() and place.stat().st_size > entry.size):
@@ -457,7 +451,7 @@ class Job:
             elif place.exists():
                 self.progress.advance(place.stat().st_size, fetched=False)
 
-    def _prove(self, incoming: Path, entries: Sequence[Entry], seen: dict[str, Seen]) -> list[Entry]:
+    def _prove(self, incoming: Path, entries: Sequence[File], seen: dict[str, Seen]) -> list[File]:
         """Move right files into the tree, remove wrong ones; the entries that are still to be had."""
         wrong = []
         report = verify.full(incoming, replace_files(entries), stop=self._abort)
@@ -481,22 +475,16 @@ class Job:
         source.fill(self.workplace.tree, ())
         if not self.workplace.tree.is_dir():
             raise SourceWrong(f"{source.describe()} ended well, but made no directory")
-        for path, place in list(walk(self.workplace.tree)):
-            if not manifests.is_selected(path, self.spec.include, self.spec.exclude):
-                place.unlink()
-        made, seen = verify.manifest_of(self.workplace.tree, source.describe(), (), ())
-        origin = self.spec.source
-        if isinstance(origin, GeneratorSource):
-            made = replace(made, revision=origin.revision, _by_path={})
+        made, seen = verify.manifest_of(self.workplace.tree, source.describe(), revision=self.order.revision)
         self.progress.total = self.progress.done = made.total
         self.progress.files_total = self.progress.files_done = len(made.files)
         return made, seen
 
     def _check_structure(self) -> None:
-        faults = structure.check(self.workplace.tree, self.spec.kind).errors
+        faults = structure.check(self.workplace.tree, self.order.role).errors
         if faults:
             raise RigctlError(
-                f"{self.spec.name} is complete by its manifest, but not a loadable checkpoint:\n  "
+                f"{self.order.name} is complete by its manifest, but not a loadable checkpoint:\n  "
                 + "\n  ".join(faults)
                 + f"\nit was not published: look at include and exclude; files are in {self.workplace.tree}"
             )
@@ -505,8 +493,8 @@ class Job:
 
     def repair(self, *, in_place: bool) -> Outcome:
         """Fetch what is wrong or missing in the destination, nothing else; each file is replaced whole."""
-        with locked(self.state, self.spec.name, self.destination), self._stopping():
-            record = self.state.load(self.spec.name)
+        with locked(self.state, self.order.name, self.destination), self._stopping():
+            record = self.state.load(self.order.name)
             origin = record.origin if record is not None else "adopted"
             if origin == "adopted" and not in_place:
                 raise RigctlError(
@@ -517,7 +505,7 @@ class Job:
                 raise RigctlError(f"{self.destination} does not exist: stage it instead")
             manifest = record.manifest if record is not None else self._manifest()
             if manifest is None:
-                raise RigctlError(f"{self.spec.name}: its source has no manifest, there is nothing to repair from")
+                raise RigctlError(f"{self.order.name}: its source has no manifest, there is nothing to repair from")
             return self._repair(manifest, origin, record)
 
     def _repair(self, manifest: Manifest, origin: str, old: Record | None) -> Outcome:
@@ -530,24 +518,24 @@ class Job:
             report.seen.update(self._replace(wrong, origin, read_only=old is not None and old.read_only))
         foreign = verify.foreign_files(self.destination, manifest)
         record = Record(
-            name=self.spec.name,
+            name=self.order.name,
             path=str(self.destination),
             origin=origin,
             manifest=manifest,
             seen=report.seen,
             verified_at=records.now(),
             verified_seconds=report.seconds,
-            kind=self.spec.kind,
-            read_only=origin == "staged" and self.spec.read_only,
+            kind=self.order.role,
+            read_only=origin == "staged" and self.order.read_only,
             foreign=foreign,
         )
         self.state.save(record)
         return Outcome("repaired" if wrong else "present", bool(wrong), record)
 
-    def _replace(self, wrong: Sequence[Entry], origin: str, *, read_only: bool) -> dict[str, Seen]:
+    def _replace(self, wrong: Sequence[File], origin: str, *, read_only: bool) -> dict[str, Seen]:
         """Fetch the wrong files beside the destination and move each into it."""
         part = replace_files(wrong)
-        uid, gid = owner_ids(self.spec) if origin == "staged" else (-1, -1)
+        uid, gid = owner_ids(self.order) if origin == "staged" else (-1, -1)
         self.progress.done = 0
         self.refuse_without_space(self.plan(part, probe=False))
         self._begin(part, uid, gid)
@@ -607,9 +595,9 @@ class writable:
             place.chmod(mode)
 
 
-def replace_files(entries: Sequence[Entry]) -> Manifest:
+def replace_files(entries: Sequence[File]) -> Manifest:
     """A manifest of just these entries."""
-    return Manifest("selection", None, tuple(entries))
+    return Manifest.listed("selection", None, entries)
 
 
 def summary(faults: Sequence[RigctlError], kept: Path, *, stopped: bool) -> RigctlError:
@@ -636,15 +624,24 @@ def free_space(place: Path) -> tuple[int, int | None]:
     return status.f_bavail * status.f_frsize, status.f_favail if status.f_files else None
 
 
-def owner_ids(spec: Spec) -> tuple[int, int]:
+def directory_of(order: CheckpointJob) -> Path:
+    """The destination with links followed: a link stays, the directory it leads to is filled."""
+    try:
+        return Path(order.destination).resolve()
+    except (RuntimeError, OSError) as error:
+        raise RigctlError(f"{order.destination} cannot be resolved: {error}") from error
+
+
+def owner_ids(order: CheckpointJob) -> tuple[int, int]:
     """(uid, gid) to give files to, -1 for unchanged; names or numbers."""
     try:
-        uid = -1 if spec.owner is None else int(spec.owner) if spec.owner.isdigit() else pwd.getpwnam(spec.owner).pw_uid
-        gid = -1 if spec.group is None else int(spec.group) if spec.group.isdigit() else grp.getgrnam(spec.group).gr_gid
+        user, group = order.owner, order.group
+        uid = -1 if user is None else int(user) if user.isdigit() else pwd.getpwnam(user).pw_uid
+        gid = -1 if group is None else int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
     except KeyError as error:
-        raise RigctlError(f"{spec.name}: {error.args[0]}; create the user first") from error
+        raise RigctlError(f"{order.name}: {error.args[0]}; create the user first") from error
     if os.geteuid() != 0 and uid not in (-1, os.geteuid()):
-        raise RigctlError(f"{spec.name}: only root can give files to {spec.owner}")
+        raise RigctlError(f"{order.name}: only root can give files to {order.owner}")
     return uid, gid
 
 
@@ -686,17 +683,17 @@ def half_copied(root: Path, manifest: Manifest, report: Report) -> str:
     )
 
 
-def adopt(spec: Spec, state: State, directory: Path, manifest: Manifest, report: Report) -> Record:
+def adopt(order: CheckpointJob, state: State, directory: Path, manifest: Manifest, report: Report) -> Record:
     """Record a directory that was proved, and leave it exactly as it is."""
     record = Record(
-        name=spec.name,
+        name=order.name,
         path=str(directory),
         origin="adopted",
         manifest=manifest,
         seen=report.seen,
         verified_at=records.now(),
         verified_seconds=report.seconds,
-        kind=spec.kind,
+        kind=order.role,
         read_only=False,
         foreign=verify.foreign_files(directory, manifest),
     )
@@ -704,9 +701,9 @@ def adopt(spec: Spec, state: State, directory: Path, manifest: Manifest, report:
     return record
 
 
-def adopt_directory(spec: Spec, state: State, progress: Progress) -> Record:
+def adopt_directory(order: CheckpointJob, state: State, progress: Progress) -> Record:
     """Adopt what is at the destination: against its manifest, or, where it has none, by making one."""
-    directory = spec.directory()
+    directory = directory_of(order)
     if not directory.is_dir():
         raise RigctlError(f"{directory} does not exist: stage it instead")
 
@@ -714,22 +711,22 @@ def adopt_directory(spec: Spec, state: State, progress: Progress) -> Record:
         progress.advance(count, fetched=False)
 
     progress.phase = "verify"
-    with locked(state, spec.name, directory):
-        job = Job(spec, state, progress, threading.Event())
+    with locked(state, order.name, directory):
+        job = Job(order, state, progress, threading.Event())
         manifest = job._pinned_manifest()
         if manifest is None:
-            return adopt_as_it_is(spec, state, directory, read)
+            return adopt_as_it_is(order, state, directory, read)
         progress.total = manifest.total
         report = verify.full(directory, manifest, advance=read)
         if not report.complete:
             raise RigctlError(half_copied(directory, manifest, report))
-        return adopt(spec, state, directory, manifest, report)
+        return adopt(order, state, directory, manifest, report)
 
 
-def adopt_as_it_is(spec: Spec, state: State, directory: Path, advance: Callable[[int], None]) -> Record:
+def adopt_as_it_is(order: CheckpointJob, state: State, directory: Path, advance: Callable[[int], None]) -> Record:
     """Adopt a directory that nothing but itself describes, such as one's own training output."""
     started = time.monotonic()
     source = f"adopted:{directory}"
-    made, seen = verify.manifest_of(directory, source, spec.include, spec.exclude, advance=advance)
+    made, seen = verify.manifest_of(directory, source, order.source.selects, advance=advance)
     report = Report(len(seen), made.total, time.monotonic() - started, seen=seen)
-    return adopt(spec, state, directory, made, report)
+    return adopt(order, state, directory, made, report)

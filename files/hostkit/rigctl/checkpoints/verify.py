@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rigctl.checkpoints.manifest import Entry, FileHasher, Manifest, is_selected, walk
+from rigctl.checkpoints.paths import walk
+from rigctl.contract.manifest import File, Manifest
 from rigctl.errors import RigctlError
 
 BLOCK = 1 << 20  # bytes a thread reads at a time: memory is threads x BLOCK
+
+
+class FileHasher:
+    """Digest of a file of known size, as `sha256:...` or `git_sha1:...`."""
+
+    def __init__(self, kind: str, size: int) -> None:
+        self._kind = kind
+        if kind == "sha256":
+            self._hash = hashlib.sha256()
+        else:
+            # git's blob id; not used for security where a sha256 is known
+            self._hash = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+
+    @classmethod
+    def of(cls, file: File) -> FileHasher:
+        """A hasher of the kind that this file is proved by."""
+        return cls("sha256" if file.sha256 else "git_sha1", file.size)
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        """Add the next bytes."""
+        self._hash.update(data)
+
+    def digest(self) -> str:
+        """The named digest of everything so far."""
+        return f"{self._kind}:{self._hash.hexdigest()}"
 
 
 @dataclass(frozen=True)
@@ -126,7 +153,7 @@ def full(  # noqa: PLR0913 all but the first two are options
         if advance:
             advance(count)
 
-    def check(entry: Entry) -> None:
+    def check(entry: File) -> None:
         step(0)
         fault, seen = check_file(root, entry, step)
         with lock:
@@ -139,9 +166,7 @@ def full(  # noqa: PLR0913 all but the first two are options
     return report
 
 
-def check_file(
-    root: Path, entry: Entry, advance: Callable[[int], None] | None = None
-) -> tuple[str | None, Seen | None]:
+def check_file(root: Path, entry: File, advance: Callable[[int], None] | None = None) -> tuple[str | None, Seen | None]:
     """(None, what stat says) for a right file, (reason, None) else; the reason "missing" is its own case."""
     place = root / entry.path
     try:
@@ -150,7 +175,7 @@ def check_file(
             return "not a plain file", None
         if status.st_size != entry.size:
             return f"{status.st_size} bytes, the manifest says {entry.size}", None
-        digest, seen = hash_file(place, entry.hasher(), advance)
+        digest, seen = hash_file(place, FileHasher.of(entry), advance)
     except (FileNotFoundError, NotADirectoryError):
         return "missing", None
     except Cancelled:
@@ -162,7 +187,7 @@ def check_file(
     return None, Seen.of(seen)
 
 
-def _note(report: Report, entry: Entry, fault: str | None, seen: Seen | None) -> None:
+def _note(report: Report, entry: File, fault: str | None, seen: Seen | None) -> None:
     report.checked += 1
     if fault == "missing":
         report.missing.append(entry.path)
@@ -184,7 +209,7 @@ def quick(root: Path, manifest: Manifest, seen: dict[str, Seen]) -> Report:
     return report
 
 
-def _quick_file(place: Path, entry: Entry, known: Seen | None) -> tuple[str | None, Seen | None]:
+def _quick_file(place: Path, entry: File, known: Seen | None) -> tuple[str | None, Seen | None]:
     try:
         status = place.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -202,39 +227,35 @@ def _quick_file(place: Path, entry: Entry, known: Seen | None) -> tuple[str | No
     return None, now
 
 
-def foreign_files(root: Path, manifest: Manifest, ignore: Sequence[str] = ()) -> list[str]:
-    """Files below `root` that the manifest does not list and no `ignore` pattern covers."""
-    return [
-        path
-        for path, _ in walk(root)
-        if manifest.get(path) is None and (not ignore or not is_selected(path, ignore, ()))
-    ]
+def foreign_files(root: Path, manifest: Manifest) -> list[str]:
+    """Files below `root` that the manifest does not list."""
+    return [path for path, _ in walk(root) if path not in manifest.by_path]
 
 
 def manifest_of(
     root: Path,
     source: str,
-    include: Sequence[str],
-    exclude: Sequence[str],
+    selects: Callable[[str], bool] = lambda path: True,
     *,
+    revision: str | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> tuple[Manifest, dict[str, Seen]]:
     """Make a manifest with sha256 from the selected files of a directory, one thread a core."""
     if not root.is_dir():
         raise RigctlError(f"{root} is not a directory: no manifest can be made from it")
-    chosen = [(path, place) for path, place in walk(root) if is_selected(path, include, exclude)]
+    chosen = [(path, place) for path, place in walk(root) if selects(path)]
     for path, place in chosen:
         if not place.is_file():
             raise RigctlError(f"{place} ({path}) is not a plain file or a link to one: exclude it or remove it")
     if not chosen:
         raise RigctlError(f"{root} has no file that the patterns select")
 
-    def entry(item: tuple[str, Path]) -> tuple[Entry, Seen]:
+    def entry(item: tuple[str, Path]) -> tuple[dict[str, Any], Seen]:
         path, place = item
         digest, status = hash_file(place, FileHasher("sha256", 0), advance)
-        return Entry(path, status.st_size, sha256=digest.removeprefix("sha256:")), Seen.of(status)
+        return {"path": path, "size": status.st_size, "sha256": digest.removeprefix("sha256:")}, Seen.of(status)
 
     with ThreadPoolExecutor(cores(), thread_name_prefix="manifest") as pool:
         results = list(pool.map(entry, chosen))
-    manifest = Manifest(source, None, tuple(made for made, _ in results))
-    return manifest, {made.path: seen for made, seen in results}
+    manifest = Manifest.listed(source, revision, [made for made, _ in results])
+    return manifest, {made["path"]: seen for made, seen in results}

@@ -22,11 +22,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from rigctl.checkpoints.manifest import Entry, Manifest, walk
-from rigctl.checkpoints.paths import inside, make_parents, read_json, remove_tree, sync_directory, write_json
+from rigctl.checkpoints.paths import inside, make_parents, remove_tree, walk
 from rigctl.checkpoints.record import Record, State, parse
 from rigctl.checkpoints.verify import Seen, check_file
+from rigctl.contract.manifest import File, Manifest
 from rigctl.errors import RigctlError
+from rigctl.whole_files import read_json, sync_directory, write_json
 
 
 class Busy(RigctlError):
@@ -132,14 +133,14 @@ class Workplace:
     def _prune(self, manifest: Manifest) -> None:
         """Drop files of another revision: parts that cannot belong to the manifest, and files not in it."""
         for path, place in list(walk(self.tree)):
-            if manifest.get(path) is None:
+            if manifest.by_path.get(path) is None:
                 place.unlink()
         wanted = {part_name(entry) for entry in manifest.files}
         for path, place in list(walk(self.parts)):
             if place.is_symlink() or path.removesuffix(".validator") not in wanted:
                 place.unlink()
 
-    def part(self, entry: Entry) -> Path:
+    def part(self, entry: File) -> Path:
         """The file an entry grows in; named after its digest: a new revision never continues an old one."""
         return self.parts / part_name(entry)
 
@@ -152,7 +153,7 @@ class Workplace:
                     total += min(place.stat().st_blocks * 512, entry.size)
         return total
 
-    def proved(self, entry: Entry) -> Seen | None:
+    def proved(self, entry: File) -> Seen | None:
         """What is known of a file in the tree; one without a journal line is hashed, a wrong one removed."""
         place = inside(self.tree, entry.path)
         if place.is_symlink():
@@ -169,7 +170,7 @@ class Workplace:
         place.unlink()
         return None
 
-    def accept(self, entry: Entry, part: Path) -> Seen:
+    def accept(self, entry: File, part: Path) -> Seen:
         """Move a proved part into the tree."""
         place = make_parents(self.tree, entry.path)
         part.replace(place)
@@ -177,7 +178,7 @@ class Workplace:
         self._note(entry, seen)
         return seen
 
-    def _note(self, entry: Entry, seen: Seen) -> None:
+    def _note(self, entry: File, seen: Seen) -> None:
         line = json.dumps({"path": entry.path, "digest": entry.digest(), "seen": asdict(seen)})
         with self._lock:
             self._known[entry.path] = (entry.digest(), seen)
@@ -221,7 +222,7 @@ class Workplace:
         remove_tree(self.root)
 
 
-def part_name(entry: Entry) -> str:
+def part_name(entry: File) -> str:
     """File name of an entry's part."""
     path = hashlib.sha256(entry.path.encode()).hexdigest()[:16]
     return f"{entry.digest().partition(':')[2]}-{path}"

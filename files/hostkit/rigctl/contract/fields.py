@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -36,6 +38,30 @@ def _no_secret(text: str) -> str:
     return text
 
 
+def _address(text: str) -> str:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?", text):
+            raise ValueError("neither an IP address nor a host name") from None
+    return text
+
+
+def _web_address(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or not text.isprintable() or " " in text:
+        raise ValueError("an address begins with http:// or https://, and a host")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError("an address has no user, password, query or fragment: they would be readable by all")
+    return text.rstrip("/")
+
+
+def _commit(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{40}", text):
+        raise ValueError("a branch or tag is a moving name: pin the commit (40 hex digits)")
+    return text
+
+
 Text = Annotated[str, StringConstraints(min_length=1)]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Z_][A-Z0-9_]*$")]
 Distribution = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")]
@@ -45,3 +71,7 @@ Place = Annotated[Path, BeforeValidator(_place)]
 """A HostPath as a Path, for the program that opens it."""
 PythonVersion = Annotated[str, StringConstraints(pattern=r"^3\.\d+$")]
 Remote = Annotated[str, StringConstraints(min_length=1), AfterValidator(_no_secret)]
+Address = Annotated[str, AfterValidator(_address)]
+WebAddress = Annotated[str, AfterValidator(_web_address)]
+Commit = Annotated[str, AfterValidator(_commit)]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]

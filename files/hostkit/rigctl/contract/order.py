@@ -41,7 +41,7 @@ class Part(BaseModel):
         try:
             return cls.model_validate(document)
         except ValidationError as error:
-            raise ContractError("; ".join(f"{where}: {fault}" for fault in faults(error, cls))) from None
+            raise ContractError("; ".join(f"{where}: {fault}" for fault in faults(error, cls, document))) from None
 
 
 class Order(Part):
@@ -142,11 +142,23 @@ def gaps(written: object, whole: object, path: str = "") -> Iterator[str]:
             yield from gaps(*pair, f"{path}.{number}")
 
 
-def faults(error: ValidationError, model: type[BaseModel]) -> Iterable[str]:
+def faults(error: ValidationError, model: type[BaseModel], document: object) -> Iterable[str]:
     """`field.path: what is wrong` for each fault, in words for people."""
     for problem in error.errors(include_url=False):
-        path = ".".join(part if part.isprintable() else ascii(part) for part in map(str, problem["loc"]))
+        path = ".".join(part if part.isprintable() else ascii(part) for part in map(str, place(problem, document)))
         yield f"{path}: {words(problem, keys(model))}" if path else words(problem, keys(model))
+
+
+def place(problem: ErrorDetails, document: object) -> tuple[str | int, ...]:
+    """The keys that lead to a fault, without the tags of unions that pydantic puts between them."""
+    found: list[str | int] = []
+    here: Any = document
+    for part in problem["loc"]:
+        key: Any = part
+        if (isinstance(here, Mapping) and key in here) or (isinstance(here, list) and isinstance(part, int)):
+            here = here[key]
+            found.append(part)
+    return (*found, problem["loc"][-1]) if problem["type"] == "missing" else tuple(found)
 
 
 def words(problem: ErrorDetails, known: Iterable[str]) -> str:

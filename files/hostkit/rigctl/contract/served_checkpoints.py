@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from rigctl.contract.eagle3_conventions import Convention
 from rigctl.contract.fields import Text
 from rigctl.contract.order import Part
 
@@ -15,7 +16,7 @@ class Training(Part):
 
     target: Text | None = None
     """Name of the target it was trained for, an entry or not: another one is a warning."""
-    convention: Literal["input", "output", "engine-default", "unknown"] = "unknown"
+    convention: Convention = "unknown"
     """What its layer ids mean: the input or the output of the layer, or the ids the engines default to."""
     layer_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
     """As the trainer numbers them; unset: those in its config.json."""

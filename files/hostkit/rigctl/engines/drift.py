@@ -26,6 +26,7 @@ from packaging.markers import Marker
 from rigctl.engines import patches
 from rigctl.engines.installed import Distribution, distributions, normalised, site_packages
 from rigctl.errors import RigctlError
+from rigctl.whole_files import write_whole
 
 STAMP = "rigctl-stamp.json"
 KERNEL_RECORD = "kimi-kernel.json"
@@ -293,9 +294,7 @@ def record(expected: Expected) -> list[Finding]:
     before = stamp_of(expected.site)
     findings = inspect(expected, full=True)
     if all(each.severity == "note" for each in findings):
-        scratch = expected.stamp.with_suffix(".new")
-        scratch.write_text(json.dumps({"files": before}))
-        scratch.replace(expected.stamp)
+        write_whole(expected.stamp, json.dumps({"files": before}))
     return findings
 
 

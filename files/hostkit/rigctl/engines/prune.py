@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rigctl.contract import layout
 from rigctl.engines.environment import BUILD_LOCK, STAMP
-from rigctl.json_files import read_json
+from rigctl.whole_files import read_object, write_whole
 
 PREVIOUS = 2
 """Environments of a release that stay beside the current one."""
@@ -52,7 +52,7 @@ def look(base: Path, states: Path, current: Iterable[Path]) -> Found:
     used = in_use(candidates)
     unneeded = [path for path in candidates if path not in used]
     stay = set(everything) - set(unneeded)
-    present = (read_json(states / PRESENT) or {}).get("id")
+    present = (read_object(states / PRESENT) or {}).get("id")
     whole = [path for path in records if path.stem == present or named[path] <= stay]
     return Found(tuple(sorted(unneeded)), tuple(sorted(used)), tuple(sorted(set(records) - set(whole[:STATES_KEPT]))))
 
@@ -90,9 +90,7 @@ def prune(base: Path, states: Path, current: Iterable[Path], created: Path | Non
         gone = {f"tree {path}" for path in found.unneeded}
         lines = created.read_text().splitlines(keepends=True)
         if any(line.rstrip("\n") in gone for line in lines):
-            scratch = created.with_name(f"{created.name}.new")
-            scratch.write_text("".join(line for line in lines if line.rstrip("\n") not in gone))
-            scratch.replace(created)
+            write_whole(created, "".join(line for line in lines if line.rstrip("\n") not in gone))
     for path in found.states:
         path.unlink(missing_ok=True)
     return found
@@ -129,7 +127,7 @@ def _modified(path: Path) -> int:
 
 
 def _environments(state: Path) -> set[Path]:
-    environments = (read_json(state) or {}).get("environments")
+    environments = (read_object(state) or {}).get("environments")
     return {Path(path) for path in environments.values()} if isinstance(environments, dict) else set()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rigctl.contract.kernel_job import GitSource, KernelJob, SourceDirectory
 from rigctl.errors import RigctlError
+from rigctl.whole_files import write_json
 
 # What version control and tools leave in a tree; no compiler reads it.
 IGNORED = {".git", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
@@ -51,10 +52,7 @@ def tree_digest(root: Path, memo: Path | None = None) -> str:
     for path, _ in listed:
         digest.update(f"{path}\0{_content(root / path)}\0".encode())
     if memo is not None:
-        memo.parent.mkdir(parents=True, exist_ok=True)
-        scratch = memo.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps({"root": str(root), "stamp": stamp.hexdigest(), "digest": digest.hexdigest()}))
-        scratch.replace(memo)
+        write_json(memo, {"root": str(root), "stamp": stamp.hexdigest(), "digest": digest.hexdigest()}, durable=False)
     return digest.hexdigest()
 
 

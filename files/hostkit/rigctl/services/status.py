@@ -16,13 +16,13 @@ from rigctl.checkpoints.precheck import identities
 from rigctl.contract import layout
 from rigctl.contract.order import ContractError
 from rigctl.errors import RigctlError
-from rigctl.json_files import read_json
 from rigctl.services.systemd import UNITS, properties
 from rigctl.supervisor.ended import failures
 from rigctl.supervisor.engine_client import Engine, api_key
 from rigctl.supervisor.prechecks import WARNING
 from rigctl.supervisor.readiness import reasoning_of
 from rigctl.supervisor.specification import Specification, configurations, installed, named, started
+from rigctl.whole_files import read_object
 
 FALLBACK = Path(layout.SERVING) / "fallback.json"
 WANTED = ["ActiveState", "StatusText", "Result", "ExecMainStatus", "NRestarts", "NeedDaemonReload", "DropInPaths"]
@@ -50,7 +50,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def show(arguments: argparse.Namespace) -> int:
     """Print one line a configuration, and below it whatever an operator should know."""
-    fallback = read_json(FALLBACK) or {}
+    fallback = read_object(FALLBACK) or {}
     shown = [{**found, "fallback": fallback if found["name"] == fallback.get("failed") else None} for found in rows()]
     if arguments.json:
         print(json.dumps(shown, indent=2))
@@ -84,8 +84,8 @@ def row(specification: Specification) -> dict[str, Any]:
     unit = properties(specification.unit, WANTED)
     state = unit["ActiveState"]
     ran_as = started(specification) if state in ("active", "deactivating") else None
-    watch = (read_json(specification.runtime / "watch.json") or {}) if ran_as else {}
-    ended = read_json(specification.state / "ended.json") if state != "active" else None
+    watch = (read_object(specification.runtime / "watch.json") or {}) if ran_as else {}
+    ended = read_object(specification.state / "ended.json") if state != "active" else None
     return {
         "name": specification.name,
         "state": state,

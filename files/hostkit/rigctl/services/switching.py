@@ -11,12 +11,12 @@ from typing import Any
 import requests
 
 from rigctl.errors import RigctlError
-from rigctl.json_files import read_json, write_json
 from rigctl.services.status import FALLBACK, active, row
 from rigctl.services.systemd import properties, systemctl
 from rigctl.supervisor.ended import boot_id
 from rigctl.supervisor.engine_client import Engine, api_key
 from rigctl.supervisor.specification import Specification, installed, named
+from rigctl.whole_files import read_object, write_json
 
 # A start that follows a stop within this time has displaced what was stopped.
 DISPLACED_SECONDS = 15
@@ -57,7 +57,7 @@ def switch_to(specification: Specification) -> int:
     if starting.returncode == 0:
         print(f"{specification.name} serves on {specification.base_url}: {row(specification)['status']}")
         return 0
-    ended = read_json(specification.state / "ended.json") or {}
+    ended = read_object(specification.state / "ended.json") or {}
     fresh = ended.get("at", 0) >= begun
     told = starting.stderr.read().strip() if starting.stderr else ""
     cause = ended.get("cause") if fresh and ended.get("cause") else f"{row(specification)['status']} ({told})"
@@ -68,7 +68,7 @@ def switch_to(specification: Specification) -> int:
 def _await_fallback(name: str, since: float) -> str:
     end = time.monotonic() + 5
     while time.monotonic() < end:
-        record = read_json(FALLBACK) or {}
+        record = read_object(FALLBACK) or {}
         if record.get("failed") == name and record.get("at", 0) >= since:
             return f"; {record['outcome']}"
         time.sleep(0.2)
@@ -104,7 +104,7 @@ def show_logs(arguments: argparse.Namespace) -> int:
 
 def fall_back(failed: Specification) -> int:
     """Start what `failed` displaced, once; nothing when it displaced nothing or was itself started by a fallback."""
-    ended = read_json(failed.state / "ended.json") or {}
+    ended = read_object(failed.state / "ended.json") or {}
     outcome = _outcome(failed, ended)
     if outcome is None:
         print(f"{failed.name}: nothing to go back to")
@@ -112,7 +112,7 @@ def fall_back(failed: Specification) -> int:
     back, text = outcome
     record = {"at": time.time(), "failed": failed.name, "cause": _why(failed, ended), "outcome": text}
     FALLBACK.parent.mkdir(parents=True, exist_ok=True)
-    write_json(FALLBACK, {**record, "to": back})
+    write_json(FALLBACK, {**record, "to": back}, durable=False)
     print(f"{failed.name}: {text}", flush=True)
     if back is not None:
         systemctl("start", "--no-block", named(back).unit)
@@ -122,8 +122,8 @@ def fall_back(failed: Specification) -> int:
 def _outcome(failed: Specification, ended: dict[str, Any]) -> tuple[str | None, str] | None:
     if ended.get("accepted"):
         return None  # it crashed in service; that is for the operator
-    last = read_json(FALLBACK) or {}
-    accepted = (read_json(failed.state / "accepted.json") or {}).get("at", 0)
+    last = read_object(FALLBACK) or {}
+    accepted = (read_object(failed.state / "accepted.json") or {}).get("at", 0)
     if last.get("to") == failed.name and accepted < last["at"]:
         return None, f"{failed.name}, to which it had gone back, is not accepted either: nothing serves"
     back = _displaced(failed)
@@ -139,8 +139,8 @@ def _displaced(failed: Specification) -> str | None:
     began = int(unit["InactiveExitTimestampMonotonic"] or 0) / 1e6
     candidates: list[tuple[float, str]] = []
     for other in installed():
-        boot, stopped = (read_json(other.state / "ended.json") or {}).get("since_boot", ["", 0.0])
-        accepted = (read_json(other.state / "accepted.json") or {}).get("at", 0)
+        boot, stopped = (read_object(other.state / "ended.json") or {}).get("since_boot", ["", 0.0])
+        accepted = (read_object(other.state / "accepted.json") or {}).get("at", 0)
         displaced = boot == boot_id() and began - DISPLACED_SECONDS < stopped <= began + 1
         if other.name != failed.name and accepted and displaced:
             candidates.append((accepted, other.name))

@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rigctl.json_files import read_json, write_json
 from rigctl.supervisor.activity import PROC, gpu_memory, members
 from rigctl.supervisor.specification import Specification
+from rigctl.whole_files import read_object, write_json
 
 OF_ONE_RUN = ("started.json", "watch.json", "metrics.prom", "engine.yaml")
 KILLED = "by hand, or by the kernel for lack of memory (`journalctl -k` tells)"
@@ -32,9 +32,11 @@ def record(specification: Specification) -> int:
     left = _gpu_left_overs(specification)
     result = os.environ.get("SERVICE_RESULT", "success")  # systemd.exec(5)
     cause = None if result == "success" else _cause(specification, result)
-    started = read_json(specification.runtime / "started.json")
+    started = read_object(specification.runtime / "started.json")
     series = [] if cause is None else [*_unhealthy(specification, started), cause]
-    write_json(specification.runtime / "failures.json", {"failures": series, "monotonic": time.monotonic()})
+    write_json(
+        specification.runtime / "failures.json", {"failures": series, "monotonic": time.monotonic()}, durable=False
+    )
     ended: dict[str, Any] = {
         "at": time.time(),
         "since_boot": [boot_id(), time.monotonic()],
@@ -45,8 +47,8 @@ def record(specification: Specification) -> int:
         "killed": killed,
         "left": left,
     }
-    words = read_json(specification.runtime / "cause.json") or {}
-    write_json(specification.state / "ended.json", {**ended, "last_words": words.get("last_words", [])})
+    words = read_object(specification.runtime / "cause.json") or {}
+    write_json(specification.state / "ended.json", {**ended, "last_words": words.get("last_words", [])}, durable=False)
     for name in OF_ONE_RUN:
         (specification.runtime / name).unlink(missing_ok=True)
     for line in [*(f"ended {process}" for process in killed), *left]:
@@ -61,7 +63,7 @@ def boot_id() -> str:
 
 def failures(specification: Specification) -> list[str]:
     """Causes of the failures in a row that came before this run; empty after a stop or a long healthy run."""
-    found = (read_json(specification.runtime / "failures.json") or {}).get("failures", [])
+    found = (read_object(specification.runtime / "failures.json") or {}).get("failures", [])
     return [str(cause) for cause in found]
 
 
@@ -71,7 +73,7 @@ def taken_up(specification: Specification) -> list[str]:
     A stop during systemd's wait before a restart leaves them behind: what starts later is not that restart.
     """
     path = specification.runtime / "failures.json"
-    at = (read_json(path) or {}).get("monotonic")
+    at = (read_object(path) or {}).get("monotonic")
     if at is None or time.monotonic() - float(at) > RESTARTED_SECONDS:
         path.unlink(missing_ok=True)
     return failures(specification)
@@ -87,7 +89,7 @@ def _unhealthy(specification: Specification, started: dict[str, Any] | None) -> 
 
 
 def _cause(specification: Specification, result: str) -> str:
-    if written := read_json(specification.runtime / "cause.json"):
+    if written := read_object(specification.runtime / "cause.json"):
         return str(written["cause"])
     code, status = os.environ.get("EXIT_CODE", "?"), os.environ.get("EXIT_STATUS", "?")
     known = {

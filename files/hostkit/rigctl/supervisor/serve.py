@@ -21,7 +21,6 @@ import requests
 
 from rigctl.checkpoints.precheck import identities
 from rigctl.errors import RigctlError
-from rigctl.json_files import write_json, write_text
 from rigctl.supervisor import ended, prechecks
 from rigctl.supervisor.activity import Patience, measure, members
 from rigctl.supervisor.engine_client import Engine, api_key
@@ -32,6 +31,7 @@ from rigctl.supervisor.metrics_file import exposition
 from rigctl.supervisor.readiness import NotAccepted, accept
 from rigctl.supervisor.specification import Specification
 from rigctl.supervisor.watchdog import Watch
+from rigctl.whole_files import write_json, write_whole
 
 POLL_SECONDS = 0.1
 WARM_UP_POLL_SECONDS = 1.0
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         return Supervisor(specification, arguments.argv, api_key()).run()
     except RigctlError as error:
         if specification is not None:
-            write_json(specification.runtime / "cause.json", {"cause": str(error)})
+            write_json(specification.runtime / "cause.json", {"cause": str(error)}, durable=False)
         notify(f"STATUS={error}")
         print(error, flush=True)
         return GIVE_UP
@@ -119,7 +119,9 @@ class Supervisor:
             cause = f"{cause} (given up after {len(earlier) + 1} failures in a row)"
         with suppress(OSError):
             write_json(
-                self._specification.runtime / "cause.json", {"cause": cause, "last_words": [*self._log.last_words]}
+                self._specification.runtime / "cause.json",
+                {"cause": cause, "last_words": [*self._log.last_words]},
+                durable=False,
             )
         self._notify("STOPPING=1", cause)
         self._end(polite=not self._frozen)
@@ -228,8 +230,12 @@ class Supervisor:
         specification, now = self._specification, time.monotonic()
         self._facts |= {"accepted_at": int(time.time()), "accepted_monotonic": now, "proved": proved}
         self._facts["probe_seconds"] = round(now - begun, 2)
-        write_json(specification.runtime / "started.json", self._facts)
-        write_json(specification.state / "accepted.json", {"at": int(time.time()), "digest": specification.digest})
+        write_json(specification.runtime / "started.json", self._facts, durable=False)
+        write_json(
+            specification.state / "accepted.json",
+            {"at": int(time.time()), "digest": specification.digest},
+            durable=False,
+        )
         (specification.runtime / "engine.yaml").unlink(missing_ok=True)
         counted = proved.get("speculation", {})
         drafts = f", {counted['accepted']}/{counted['drafted']} drafted tokens accepted" if "drafted" in counted else ""
@@ -246,8 +252,10 @@ class Supervisor:
                 self._pause(min(left, SAY_SECONDS))
             self._meanwhile(watch.round, lambda: self._said[1], 0.2)
             with suppress(OSError):  # a full /run is no reason to stop serving
-                write_json(self._specification.runtime / "watch.json", watch.report())
-                write_text(self._specification.runtime / "metrics.prom", exposition(self._specification, watch))
+                write_json(self._specification.runtime / "watch.json", watch.report(), durable=False)
+                write_whole(
+                    self._specification.runtime / "metrics.prom", exposition(self._specification, watch), durable=False
+                )
             if verdict := watch.verdict():
                 self._frozen = True
                 raise Failure(verdict)

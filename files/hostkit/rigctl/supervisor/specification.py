@@ -10,7 +10,7 @@ from rigctl.contract import layout
 from rigctl.contract.order import ContractError, nearest
 from rigctl.contract.run_specification import RunSpecification
 from rigctl.errors import RigctlError
-from rigctl.json_files import read_json
+from rigctl.whole_files import read_object
 
 
 class Specification(RunSpecification):
@@ -69,4 +69,4 @@ def _files() -> list[Path]:
 
 def started(specification: Specification) -> dict[str, Any] | None:
     """What the running service wrote down when it was started and accepted; None while nothing runs."""
-    return read_json(specification.runtime / "started.json")
+    return read_object(specification.runtime / "started.json")
