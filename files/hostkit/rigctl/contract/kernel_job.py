@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from rigctl.contract.environment_build import Environment
-from rigctl.contract.fields import Distribution, Dotted, Place, Remote, Text, Variable
+from rigctl.contract.fields import Commit, Distribution, Dotted, Place, Remote, Text, Variable
 from rigctl.contract.order import Document, Order, Part, renamed
 
 
@@ -19,7 +19,7 @@ class GitSource(Part):
 
     kind: Literal["git"]
     url: Remote
-    commit: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
+    commit: Commit
     mirror: Remote | None = None
     submodules: bool = False
 
