@@ -158,6 +158,7 @@ PAIRS = DrafterPairs.parse(
                     "drafter": "d",
                     "version": "0.16.0",
                     "context": 32768,
+                    "trust_remote_code": True,
                     "training": {"convention": "output", "layer_ids": [2, 30, 58], "notes": {"num_hidden_layers": 1}},
                 },
             }
@@ -223,7 +224,8 @@ def test_a_changed_order_is_refused_by_field_path_or_taken_as_it_stands(
     except ContractError as error:
         text = str(error)
         assert text.startswith("here: ")
-        named = [".".join(map(str, path[:end])) for end in range(1, len(path) + 1)]
+        shown = [part if part.isprintable() else ascii(part) for part in map(str, path)]
+        named = [".".join(shown[:end]) for end in range(1, len(path) + 1)]
         assert path == ("format",) or any(f"here: {name}" in text for name in named) or not path[0], text
     else:
         if given.get("format") == model.FORMAT:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pyinfra.api.exceptions import PyinfraError
 
 from rig.cli import uninstall
 from rig.facts.created import Created, CreatedThings, PackagesRemovedWith
@@ -102,6 +103,36 @@ def test_a_checkpoint_that_came_after_a_failed_staging_is_the_operators(tmp_path
     assert [path.name for path in models.iterdir()] == ["theirs"]
     assert not apply(operations.paths_removed)
     assert json.loads((models / "theirs" / "config.json").read_text()) == {}
+
+
+@pytest.mark.parametrize("indent", [None, 4])
+def test_a_record_is_read_however_its_json_is_laid_out(
+    tmp_path: Path, state_directory: Path, indent: int | None
+) -> None:
+    (state_directory / "checkpoints").mkdir(parents=True)
+    (state_directory / "created").write_text(f"tree {tmp_path}/plain\n")
+    (tmp_path / "plain").mkdir()
+    record = {"path": f"{tmp_path}/plain", "origin": "adopted", "manifest": {"files": [{"path": 'a "b" \\n | c'}]}}
+    (state_directory / "checkpoints" / "plain.json").write_text(json.dumps(record, indent=indent))
+    apply(operations.paths_removed)
+    assert (tmp_path / "plain").is_dir()
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"origin": "adopted"}', "[]", '{"origin": "adopted", "path": 1}'])
+def test_nothing_is_removed_while_a_record_does_not_say_whose_its_checkpoint_is(
+    tmp_path: Path, state_directory: Path, text: str
+) -> None:
+    (tmp_path / "unknown").mkdir()
+    (state_directory / "checkpoints").mkdir(parents=True)
+    (state_directory / "created").write_text(f"tree {tmp_path}/unknown\n")
+    record = state_directory / "checkpoints" / "unknown.json"
+    record.write_text(text)
+    with pytest.raises(PyinfraError):
+        apply(operations.paths_removed)
+    assert (tmp_path / "unknown").is_dir()
+    record.unlink()
+    assert apply(operations.paths_removed)
+    assert not (tmp_path / "unknown").exists()
 
 
 @pytest.mark.parametrize(
