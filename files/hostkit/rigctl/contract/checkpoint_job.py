@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from rigctl.contract.fields import HostPath, Sha256, Text
-from rigctl.contract.order import Document, Order, Part
+from rigctl.contract.order import Document, Order, Part, extended, renamed
 from rigctl.contract.sources import GeneratorSource, HttpSource, HubSource, Source
 
 Role = Literal["target", "drafter"]
@@ -36,27 +36,25 @@ class Secret(Part):
 
 def _from_format_0(old: Document) -> Document:
     """Format 0 said `kind` for role and `type` for kind; patterns lay in the job, secrets in its source."""
-    job = {key: value for key, value in old.items() if key not in ("kind", "include", "exclude")}
-    source = dict(job["source"])
-    kind = source.pop("type")
-    if "kind" in old:
-        job["role"] = old["kind"]
-    if source.get("token") is not None:
-        job["token"] = source["token"]
-    if source.get("identity") is not None:
-        source["identity_file"] = source["identity"]["file"]
-    if kind == "generator":
-        command, source["generator"], place = source.pop("arguments")
+    job = renamed(old, {"kind": "role"})
+    source = renamed(job["source"], {"type": "kind"})
+    if source["kind"] == "generator":
+        command, generator, place = source.pop("arguments")
         if (command, place) != ("tiny-kimi", "{directory}"):
             raise ValueError(f"source.arguments: {command!r} makes no checkpoint")
-        job["generator_revision"] = source.pop("revision", None)
-    elif kind == "local" and source["path"] == old["destination"]:
-        kind = "directory"
+        source = extended(source, generator=generator)
+        job = extended(job, generator_revision=source.pop("revision", None))
+    elif source["kind"] == "local" and source["path"] == job["destination"]:
+        source["kind"] = "directory"
         del source["path"]
-    # An empty list meant every file.
-    source |= {key: old[key] for key in ("include", "exclude") if old.get(key, []) != []}
-    job["source"] = {key: value for key, value in source.items() if key not in ("token", "identity")} | {"kind": kind}
-    return job
+    if "token" in source:
+        job = extended(job, token=source.pop("token"))
+    if (identity := source.pop("identity", None)) is not None:
+        source = extended(source, identity_file=identity["file"])
+    for patterns in ("include", "exclude"):
+        if (found := job.pop(patterns, [])) != []:  # an empty list of `include` meant every file
+            source = extended(source, **{patterns: found})
+    return {**job, "source": source}
 
 
 class CheckpointJob(Order):
