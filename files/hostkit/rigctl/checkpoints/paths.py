@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,14 +26,6 @@ def make_parents(root: Path, relative: str) -> Path:
     place = inside(root, relative)
     place.parent.mkdir(parents=True, exist_ok=True)
     return place
-
-
-def is_regular(path: Path) -> bool:
-    """A plain file itself, not a link to one."""
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except FileNotFoundError:
-        return False
 
 
 def remove_tree(directory: Path) -> None:

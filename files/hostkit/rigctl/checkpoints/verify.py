@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,20 +130,17 @@ def hash_file(
     return hasher.digest(), before
 
 
-def full(  # noqa: PLR0913 all but the first two are options
+def full(
     root: Path,
     manifest: Manifest,
     *,
     threads: int | None = None,
-    paths: Iterable[str] | None = None,
     advance: Callable[[int], None] | None = None,
     stop: threading.Event | None = None,
 ) -> Report:
-    """Digest every file (or only `paths`), one thread a core; largest first, so that no core ends alone."""
+    """Digest every file, one thread a core; largest first, so that no core ends alone."""
     started = time.monotonic()
-    wanted = set(paths) if paths is not None else None
-    entries = [entry for entry in manifest.files if wanted is None or entry.path in wanted]
-    entries.sort(key=lambda entry: -entry.size)
+    entries = sorted(manifest.files, key=lambda entry: -entry.size)
     report = Report()
     lock = threading.Lock()
 

@@ -17,7 +17,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
@@ -235,16 +235,14 @@ def remove_empty_directories(root: Path) -> None:
             Path(place).rmdir()
 
 
-def settle(root: Path, read_only: bool, uid: int, gid: int, paths: Sequence[Path] | None = None) -> None:
+def settle(root: Path, read_only: bool, uid: int, gid: int) -> None:
     """Owner (-1: unchanged) and mode of what we staged: files 0444 or 0644, directories 0555 or 0755.
 
     The top directory keeps its write bit until it has its name (moving a directory needs it): see `close`.
     """
     for place, _, files in os.walk(root):
         for name in files:
-            item = Path(place) / name
-            if paths is None or item in paths:
-                _own(item, 0o444 if read_only else 0o644, uid, gid)
+            _own(Path(place) / name, 0o444 if read_only else 0o644, uid, gid)
         _own(Path(place), 0o755 if Path(place) == root or not read_only else 0o555, uid, gid)
 
 
