@@ -65,7 +65,7 @@ def test_git_blob_id_is_what_git_says(tmp_path: Path) -> None:
     [
         ([], "JSON object"),
         ({"format": 2, "files": []}, "format 2"),
-        ({"format": 1, "files": []}, "files: Tuple should have at least 1 item"),
+        ({"format": 1, "files": []}, "files: a manifest lists at least one file"),
         ({"format": 1, "files": [{"size": 1}]}, "files.0.path: is missing"),
         ({"format": 1, "files": [{"path": "a", "size": -1, "sha256": "0" * 64}]}, "size"),
         ({"format": 1, "files": [{"path": "a", "size": True, "sha256": "0" * 64}]}, "size"),

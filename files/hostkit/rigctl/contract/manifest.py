@@ -80,11 +80,13 @@ class Manifest(Order):
 
     source: str = "an unnamed source"
     revision: str | None = None
-    files: Annotated[tuple[File, ...], Field(min_length=1, strict=False)]
+    files: Annotated[tuple[File, ...], Field(strict=False)]
 
     @field_validator("files")
     @classmethod
     def _names_are_apart(cls, files: tuple[File, ...]) -> tuple[File, ...]:
+        if not files:
+            raise ValueError("a manifest lists at least one file")
         seen: set[str] = set()
         for file in files:
             if file.path in seen:
