@@ -6,12 +6,12 @@ from pathlib import Path
 
 from pyinfra import host
 
+from rig.artifacts.host_checks import findings
 from rig.cli.explain import PAGES
 from rig.host.explanation import explain_json, explain_text
 from rig.plan.current import current_plan
 from rig.plan.drafter_layers import drafters_json, drafters_text
 from rig.plan.host_plan import HostPlan
-from tasks.host import findings
 
 
 def page(plan: HostPlan) -> dict[str, object]:

@@ -58,12 +58,17 @@ class Change:
 
 @dataclass
 class Plan:
-    """What a dry run found. pending: host -> why a reboot is pending. notices: host -> what it would disturb, keeps."""
+    """What a dry run found.
+
+    By host: why a reboot is pending, notices of what a deploy would disturb or keep, and findings of the preflight
+    that do not end it.
+    """
 
     hosts: list[str]
     changes: list[Change]
     pending: dict[str, str] = field(default_factory=dict)
     notices: dict[str, list[str]] = field(default_factory=dict)
+    findings: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def refusals(self) -> list[str]:
@@ -90,6 +95,7 @@ class Plan:
                 lines.append(f"  {change.operation}")
                 lines += [f"    - {detail}" for detail in change.details]
             lines += [f"  note: {text}" for text in self.notices.get(host, [])]
+            lines += [f"  {text}" for text in self.findings.get(host, [])]
             if host in self.pending:
                 lines.append(f"  reboot pending: {self.pending[host]}")
         return "\n".join(lines)
@@ -235,13 +241,15 @@ def make_plan(
         )
     if result.returncode != 0 or not result.stdout.strip():
         raise RunFailed(f"pyinfra ended with exit code {result.returncode}")
-    return _plan_of(hosts, json.loads(result.stdout)["plan"], entries)
+    return plan_of(hosts, json.loads(result.stdout)["plan"], entries)
 
 
-def _plan_of(hosts: list[str], operations: Iterable[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> Plan:
+def plan_of(hosts: list[str], operations: Iterable[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> Plan:
+    """The plan in pyinfra's list of operations and the entries of the plan log."""
     details: dict[tuple[str, str], list[str]] = {}
     pending: dict[str, str] = {}
     notices: dict[str, list[str]] = {}
+    findings: dict[str, list[str]] = {}
     for entry in entries:
         if "detail" in entry:
             details.setdefault((entry["host"], entry["operation"]), []).append(entry["detail"])
@@ -249,12 +257,14 @@ def _plan_of(hosts: list[str], operations: Iterable[dict[str, Any]], entries: It
             pending[entry["host"]] = entry["pending"]
         if "notice" in entry:
             notices.setdefault(entry["host"], []).append(entry["notice"])
+        if "finding" in entry:
+            findings.setdefault(entry["host"], []).append(entry["finding"])
     changes = [
         Change(host, operation["name"], details.get((host, operation["name"]), []))
         for operation in operations
         for host in [*operation["hosts_with_change"], *operation["hosts_with_conditional_change"]]
     ]
-    return Plan(hosts, changes, pending, notices)
+    return Plan(hosts, changes, pending, notices, findings)
 
 
 def run_pyinfra(inventory: str, limits: Sequence[str], deploy_file: str, extra: Sequence[str] = ()) -> int:
@@ -283,6 +293,7 @@ def deploy_command(arguments: argparse.Namespace) -> int:
     plan = make_plan(arguments.inventory, arguments.limit, arguments.pyinfra, quiet=True)
     if plan.refusals:
         raise RunFailed("refused, nothing was changed on any host:\n" + "\n".join(plan.refusals))
+    before = plan.findings  # the run below reports them
     status = run_pyinfra(arguments.inventory, arguments.limit, DEPLOY_FILE, arguments.pyinfra)
     if status != 0:
         raise RunFailed(f"the deploy failed (pyinfra's exit code {status}); the next one goes on where it ended")
@@ -295,6 +306,9 @@ def deploy_command(arguments: argparse.Namespace) -> int:
     for host in plan.hosts:
         for text in plan.notices.get(host, []):
             print(f"{host}: note: {text}")
+        for text in plan.findings.get(host, []):
+            if text not in before.get(host, []):
+                print(f"{host}: {text}")
     print(talk_text(inventory_hosts(arguments.inventory), plan.hosts))
     print("converged: " + ", ".join(plan.hosts))
     for host, why in plan.pending.items():

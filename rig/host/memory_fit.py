@@ -1,4 +1,4 @@
-"""Does a configuration fit on its cards: weights, drafter and KV cache from configs and safetensors headers. Pure.
+"""Does a configuration fit on its cards: weights, drafter and KV cache, from configs and sizes. Pure.
 
 Sizes are bytes on one GPU unless said otherwise. What an engine needs beside them (activations, graphs, NCCL's
 buffers) is read off published runs, so a verdict near the edge is a warning and not a refusal.
@@ -6,8 +6,6 @@ buffers) is read off published runs, so a verdict near the edge is a warning and
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,44 +13,16 @@ from typing import Any
 from rig.catalog.entries import Configuration
 
 MIB = 1 << 20
-WIDTHS = {
-    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
-}  # fmt: skip
-"""Bytes of an element, by safetensors' names."""
-
-# Tensors that every rank holds whole: norms, the down-projections of MLA, routers, the vision tower (vLLM's
-# ReplicatedLinear in deepseek_v2.py; the tower may be split, this is the larger figure), and a drafter's fc.
-REPLICATED = re.compile(r"norm|q_a_proj|kv_a_proj|\.gate\.|vision_tower|mm_projector|weight_shape|\bfc\.|d2t|t2d")
-
 # K2.5 at 0.94 of 97,887 MiB left 190,000 tokens of BF16 cache and 449,600 of FP8 (local-inference-lab/rtx6kpro
 # models/kimi-k25.md): 7.1 and 4.7 GB went elsewhere. SGLang holds activations and graphs outside its fraction.
 RESERVE = {"vllm": 8_000_000_000, "sglang": 1_500_000_000}
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """One entry of a safetensors header."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.shape) * WIDTHS[self.dtype]
-
-
-@dataclass(frozen=True)
 class Model:
-    """A checkpoint as far as memory goes: its config.json and, once it is on the host, its headers.
-
-    total: bytes of all weight files (the manifest's sum), for when there are no headers yet.
-    """
+    """A checkpoint as far as memory goes: its config.json (or the catalogue's shape) and bytes of all weight files."""
 
     config: Mapping[str, Any]
-    headers: tuple[Tensor, ...] = ()
     total: int = 0
 
     @property
@@ -71,11 +41,7 @@ class Model:
         return self.number("kv_lora_rank") > 0
 
     def weights(self, tensor_parallel: int) -> int:
-        """Bytes of weights on each rank: replicated tensors whole, all others divided."""
-        if self.headers:
-            return sum(
-                one.size if REPLICATED.search(one.name) else -(-one.size // tensor_parallel) for one in self.headers
-            )
+        """Bytes of weights on each rank: down-projections of MLA and routers whole, all others divided."""
         whole = 0
         if self.latent:
             narrow = self.number("q_lora_rank") + self.number("kv_lora_rank") + self.number("qk_rope_head_dim")
@@ -140,13 +106,6 @@ class Fit:
             f"of {self.budget / 1e9:.1f} GB a GPU {account}, which leaves {self.for_cache / 1e9:.1f} GB "
             f"= {self.tokens:,} tokens of cache; one request takes up to {self.context:,}"
         )
-
-
-def tensors(header: Mapping[str, Any]) -> list[Tensor]:
-    """The entries of one safetensors file's header (its JSON), without its metadata."""
-    return [
-        Tensor(name, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"
-    ]
 
 
 def configuration_fit(

@@ -260,11 +260,10 @@ def _secure_boot(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator
 def _memory(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
     for one in needs.fits:
         if not one.starts:
-            yield _error(
-                "memory-fit",
-                f"{one.name} does not fit: {one}",
-                "lower context_length, raise memory_fraction, or take an FP8 cache where the engine has one",
-            )
+            remedy = "lower context_length, raise memory_fraction, or take an FP8 cache where the engine has one"
+            if one.for_cache <= 0:
+                remedy = "raise tensor_parallel, or take a smaller checkpoint"
+            yield _error("memory-fit", f"{one.name} does not fit: {one}", remedy)
         elif one.tokens < 2 * one.context:
             many = "one request of full length" if one.fits else "no request of full length"
             yield _warning("memory-tight", f"{one.name} has room for {many}: {one}")

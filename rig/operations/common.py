@@ -46,6 +46,13 @@ def notice(text: str) -> None:
         logger.warning(f"{host.print_prefix}{text}")
 
 
+def found(finding: str) -> None:
+    """Report a warning or a note of the preflight: once in the plan, once while a deploy runs."""
+    _log(finding=finding)
+    if host.state.is_executing:
+        logger.warning(f"{host.print_prefix}{finding}")
+
+
 def _log(**entry: Any) -> None:
     path = os.environ.get(PLAN_LOG)
     if path is None or host.state.is_executing:

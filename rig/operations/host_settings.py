@@ -21,7 +21,8 @@ from rig.host.nvidia_driver import Action, DriverStep
 from rig.host.preflight import Finding, Severity
 from rig.host.settings import Setting
 from rig.host.system_files import HostFile
-from rig.operations.common import Commands, note, refuse, remember, remember_packages, script
+from rig.operations.common import Commands, found, note, refuse, remember, remember_packages, script
+from rig.operations.files import Directory, File
 from rig.plan.neighbours import who
 from rigctl.contract import layout
 
@@ -39,12 +40,20 @@ NOT_BUILT = (
 APT = "DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l apt-get -qy -o DPkg::Lock::Timeout=300"
 
 
+def entries(files: Sequence[HostFile]) -> list[Directory | File]:
+    """The files as entries, with the one directory of ours among them."""
+    folder = Directory(f"{layout.INSTALL}/libexec", "0755", "root", "root")
+    written = [File(one.path, one.text.encode(), one.mode) for one in files]
+    return [folder, *written] if any(one.path.startswith(folder.path) for one in files) else [*written]
+
+
 @operation()
 def checked(findings: Sequence[Finding]) -> Commands:
-    """Say everything the preflight found; errors end the deploy, all of them in one message."""
-    for finding in findings:
-        note(str(finding))
-    errors = [str(finding) for finding in findings if finding.severity is Severity.ERROR]
+    """Report everything the preflight found; errors end the deploy, all of them in one message."""
+    errors = [str(one) for one in findings if one.severity is Severity.ERROR]
+    for one in findings:
+        if one.severity is not Severity.ERROR:
+            found(str(one))
     if errors:
         yield from refuse("\n".join(errors))
         return
@@ -109,8 +118,7 @@ def driver(step: DriverStep, packages: Sequence[str], keyring: Sequence[str]) ->
 def taken_over(files: Sequence[HostFile]) -> Commands:
     """The system runs on what the files say, or has it staged for its next boot: judged by its state."""
     tests = "; ".join(f"if {one.stale}; then echo {shlex.quote(one.path)}; fi" for one in files if one.stale)
-    found: list[str] = host.get_fact(Lines, script=tests) if tests else []
-    stale = set(found)
+    stale = host.get_fact(Lines, script=tests) if tests else []
     due = [one for one in files if one.path in stale]
     if not due:
         host.noop("the system has taken over all files")

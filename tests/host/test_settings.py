@@ -6,12 +6,13 @@ import shlex
 
 import pytest
 
+from rig.artifacts.host_checks import findings, running_configurations
 from rig.artifacts.units import engine_environment
 from rig.catalog.entries import ROOT
 from rig.host.live_settings import Standing, standing
 from rig.host.preflight import Severity
 from rig.host.system_files import host_files
-from tasks.host import entries, findings, running_configurations
+from rig.operations.host_settings import entries
 from tests.host.conftest import Target
 from tests.host.test_host import differences
 

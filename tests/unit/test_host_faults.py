@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from rig.artifacts.host_checks import driver_decision, findings, reboot_reasons
 from rig.catalog.entries import ROOT
 from rig.catalog.yaml_source import CatalogError
 from rig.facts.host import parse_host
 from rig.host.preflight import Severity
 from rig.host.system_files import host_files
 from rig.plan.host_plan import HostPlan, plan_from_facts
-from tasks.host import driver_decision, findings, reboot_reasons
 from tests.unit.test_engines_and_units import data
 
 Document = dict[str, Any]

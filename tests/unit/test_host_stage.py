@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from rig.artifacts.checkpoint_orders import expected_bytes, revision
+from rig.artifacts.host_checks import ENVIRONMENT_BYTES, findings, fits, space
 from rig.artifacts.units import engine_environment
 from rig.catalog.entries import ROOT, load_catalog
+from rig.cli.converge import CONVERGED, WOULD_CHANGE, plan_of
 from rig.cli.explain import main as explain_main
 from rig.facts import remote_script
 from rig.facts.host import parse_host
@@ -23,22 +25,22 @@ from rig.host.cuda_toolkit import toolkit_for
 from rig.host.explanation import explain_json
 from rig.host.settings import HostSettings
 from rig.host.topology import decide
+from rig.operations.common import PLAN_LOG
 from rig.plan.host_plan import host_plan, plan_from_facts, questions
-from tasks.host import ENVIRONMENT_BYTES, findings, fits, space
 from tests.unit.test_engines_and_units import data
 from tests.unit.test_memory import CONFIG
 
 TURIN = ROOT / "tests/fixtures/host/turin-direct.json"
 
 
-def stage(tmp_path: Path, document: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def stage(tmp_path: Path, document: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run tasks/host.py for one answering host with the data of inventory/group_data."""
     # A refusal is a command that fails on the host.
     responses = {"KIMI_RIG_FACTS": document, "exit 1": {"success": False}}
     answers = {"fake_delay": 0, "fake_delay_jitter": 0, "fake_responses": responses}
     (tmp_path / "gpu.py").write_text(f"gpu = [('@fake/turin', {answers!r})]\n")
     command = [sys.executable, "-m", "pyinfra", "--chdir", str(ROOT), "--group-data", "inventory/group_data"]
-    environment = os.environ | {"PYINFRA_PROGRESS": "off", "PYTHONPATH": f"{ROOT}:{ROOT}/files/hostkit"}
+    environment = os.environ | {"PYINFRA_PROGRESS": "off", "PYTHONPATH": f"{ROOT}:{ROOT}/files/hostkit"} | variables
     return subprocess.run(
         [*command, "-vv", str(tmp_path / "gpu.py"), "tasks/host.py", *arguments],
         capture_output=True,
@@ -62,6 +64,24 @@ def test_a_turin_host_is_staged_and_marked(tmp_path: Path) -> None:
     assert "systemctl enable -q kimi-acs.service" in output
     assert "printf '%s\\n' 'kernel_argument.iommu = off'" in output
     assert "Reboot" not in output
+
+
+def test_warnings_and_notes_of_the_preflight_appear_once_in_plan_and_deploy(tmp_path: Path) -> None:
+    expected = [str(one) for one in findings(plan_from_facts(data("gpu"), parse_host(TURIN.read_text())))]
+    assert {one.partition(":")[0] for one in expected} == {"warning", "note"}
+    log = tmp_path / "log"
+    planned = stage(tmp_path, TURIN.read_text(), "--dry", **{PLAN_LOG: str(log)})
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    plan = plan_of(["@fake/turin"], [], entries)
+    assert plan.findings == {"@fake/turin": expected}
+    assert plan.exit_code(WOULD_CHANGE) == CONVERGED
+    for one in expected:
+        assert plan.text().splitlines().count(f"  {one}") == 1
+        assert one not in planned.stdout + planned.stderr
+    done = stage(tmp_path, TURIN.read_text(), "-y")
+    assert done.returncode == 0
+    for one in expected:
+        assert (done.stdout + done.stderr).count(one) == 1
 
 
 def test_errors_of_the_preflight_end_the_deploy_before_anything_is_written(tmp_path: Path) -> None:
@@ -150,6 +170,20 @@ def test_configurations_on_the_host_are_accounted_for(tmp_path: Path) -> None:
     document["models"][0]["bytes"] *= 2
     plan = plan_from_facts(data("gpu", configurations=names), parse_host(json.dumps(document)))
     assert "memory-fit" in {one.code for one in findings(plan)}
+
+
+def test_a_target_that_does_not_fit_alone_is_a_finding_before_its_drafter_is_known() -> None:
+    names = ["vllm-eagle3-custom", "sglang-eagle3-custom"]
+    plan = plan_from_facts(data("gpu", configurations=names), parse_host(TURIN.read_text()))
+    assert fits(plan) == ((), dict.fromkeys(names, "custom-drafter"))
+    halved = {name: one.model_copy(update={"tensor_parallel": 4}) for name, one in plan.serving.items()}
+    accounts, unknown = fits(replace(plan, serving=halved))
+    assert unknown == {}
+    assert [round(one.weights / 1e9) for one in accounts] == [150, 150]
+    told = [one for one in findings(replace(plan, serving=halved)) if one.code == "memory-fit"]
+    assert [one.severity for one in told] == ["error", "error"]
+    assert told[0].message.startswith("vllm-eagle3-custom does not fit: of 97.5 GB a GPU weights 150")
+    assert told[0].remedy == "raise tensor_parallel, or take a smaller checkpoint"
 
 
 def test_a_bare_host_is_asked_for_the_space_of_what_it_has_yet_to_get() -> None:
