@@ -1,4 +1,4 @@
-"""The host's receipt: what is installed, from which inputs, since when. Pure; docs/receipts.md describes the format."""
+"""The host's receipt: what is installed, from which inputs, since when. Pure."""
 
 from __future__ import annotations
 

@@ -53,11 +53,8 @@ class Gpu:
     answers: bool | None
     """nvidia-smi lists it; None where nvidia-smi lists nothing at all."""
     name: str
-    uuid: str | None = None
     compute_capability: tuple[int, int] | None = None
     memory_mib: int | None = None
-    memory_used_mib: int | None = None
-    vbios: str | None = None
     bar1_bytes: int | None = None
     """Its largest memory window on the bus."""
     link_gen: int | None = None
@@ -66,11 +63,8 @@ class Gpu:
     link_width: int | None = None
     link_width_max: int | None = None
     power_limit_w: float | None = None
-    power_default_w: float | None = None
     power_min_w: float | None = None
     power_max_w: float | None = None
-    persistence: bool | None = None
-    ecc: bool | None = None
     mig: bool | None = None
     numa_node: int | None = None
     host_bridge: str = ""
@@ -168,12 +162,10 @@ class Cpu:
 
 @dataclass(frozen=True)
 class Disk:
-    """A physical disk; schedulers with the one in use."""
+    """A physical disk and the scheduler in use."""
 
     name: str
     scheduler: str | None
-    schedulers: tuple[str, ...]
-    rotational: bool | None
     model: str | None = None
 
 
@@ -229,7 +221,6 @@ class HostFacts:
     os_id: str | None = None
     os_version: str | None = None
     glibc: tuple[int, ...] | None = None
-    systemd: int | None = None
     paths: Mapping[str, DataPath] = field(default_factory=dict)
     models: Mapping[str, tuple[Mapping[str, Any], int]] = field(default_factory=dict)
     """Config and bytes of weights of the checkpoints that are on the host, by folder."""
@@ -247,7 +238,6 @@ class HostFacts:
     unattended_upgrades: bool | None = None
     upgrade_blacklist: tuple[str, ...] = ()
     ports: tuple[int, ...] | None = None
-    uefi: bool = False
     secure_boot: bool | None = None
     boot_files: Mapping[str, str] = field(default_factory=dict)
     """Text of the boot loader's and modprobe's configuration files that exist."""
@@ -255,10 +245,7 @@ class HostFacts:
     """Kernel arguments that an earlier deploy put into /etc/kernel/cmdline."""
     boot_loader: str | None = None
     """"grub", "systemd-boot", or None where there is neither (a container)."""
-    grub_drop_ins: bool = False
     clock_synchronised: bool | None = None
-    reboot_required: tuple[str, ...] | None = None
-    """Packages that ask for a reboot; None when nothing does."""
     device_nodes: tuple[str, ...] = ()
     nvidia_uvm_node: bool = False
     probes: Mapping[str, str | None] = field(default_factory=dict)
@@ -356,7 +343,6 @@ class _Reader:
             os_id=os_release.get("ID"),
             os_version=os_release.get("VERSION_ID"),
             glibc=parse_version((raw.get("glibc") or "").removeprefix("glibc ")),
-            systemd=_int((re.match(r"systemd (\d+)", self.output("systemd") or "") or [None, None])[1]),
             paths={one["path"]: _data_path(one) for one in raw["paths"]},
             models=_models(raw.get("models", ())),
             partial={one["path"]: size for one in raw.get("models", ()) if one and (size := one.get("partial"))},
@@ -370,7 +356,6 @@ class _Reader:
             unattended_upgrades=_unattended(apt),
             upgrade_blacklist=tuple(re.findall(r'^Unattended-Upgrade::Package-Blacklist:: "([^"]+)"', apt, re.M)),
             ports=None if raw.get("ports") is None else tuple(raw["ports"]),
-            uefi="/sys/firmware/efi" in raw["exists"],
             secure_boot=raw.get("secure_boot"),
             boot_files={
                 path: text
@@ -379,11 +364,7 @@ class _Reader:
             },
             our_arguments=parse_command_line(self.file("/var/lib/kimi-rig/kernel-arguments")) or (),
             boot_loader=self._boot_loader(),
-            grub_drop_ins="/etc/default/grub.d" in raw["exists"],
             clock_synchronised=_clock(self.output("time_sync") or ""),
-            reboot_required=None
-            if self.file("/run/reboot-required") is None
-            else tuple(sorted(set((self.file("/run/reboot-required.pkgs") or "").split()))),
             device_nodes=tuple(raw["device_nodes"]),
             nvidia_uvm_node="/dev/nvidia-uvm" in raw["exists"],
             probes=raw["probes"],
@@ -600,26 +581,20 @@ def _gpu(index: int, device: Mapping[str, Any], rows: Mapping[str, Mapping[str, 
         pci_id=pci_id,
         answers=device["address"] in rows if rows else None,
         name=row.get("name") or (model.name if model else f"NVIDIA card {pci_id}"),
-        uuid=row.get("uuid"),
         compute_capability=(capability[0], capability[1])
         if capability and len(capability) == 2
         else model.compute_capability
         if model
         else None,
         memory_mib=_int(row.get("memory.total")) or (model.memory_mib if model else None),
-        memory_used_mib=_int(row.get("memory.used")),
-        vbios=row.get("vbios_version"),
         bar1_bytes=max(device["bars"], default=0) or None,
         link_gen=_int(row.get("pcie.link.gen.current")) or link_generation(device["current_link_speed"]),
         link_gen_max=_least(link_generation(device["max_link_speed"]), _int(row.get("pcie.link.gen.max"))),
         link_width=_int(row.get("pcie.link.width.current")) or _int(device["current_link_width"]),
         link_width_max=_int(row.get("pcie.link.width.max")) or _int(device["max_link_width"]),
         power_limit_w=_float(row.get("power.limit")),
-        power_default_w=_float(row.get("power.default_limit")),
         power_min_w=_float(row.get("power.min_limit")),
         power_max_w=_float(row.get("power.max_limit")),
-        persistence=_enabled(row.get("persistence_mode")),
-        ecc=_enabled(row.get("ecc.mode.current")),
         mig=_enabled(row.get("mig.mode.current")),
         numa_node=None if node is None or node < 0 else node,
         host_bridge=device["path"][0] if device["path"] else "",
@@ -639,8 +614,7 @@ def _data_path(one: Mapping[str, Any]) -> DataPath:
     for disk in one["disks"]:
         words = (disk["scheduler"] or "").split()
         current = next((word.strip("[]") for word in words if word.startswith("[")), words[0] if words else None)
-        rotational = None if disk["rotational"] is None else disk["rotational"] == "1"
-        disks.append(Disk(disk["name"], current, tuple(word.strip("[]") for word in words), rotational, disk["model"]))
+        disks.append(Disk(disk["name"], current, disk["model"]))
     return DataPath(
         one["path"],
         one["exists"],

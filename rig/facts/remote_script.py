@@ -17,7 +17,6 @@ import glob
 import http.client
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -32,10 +31,9 @@ SCHEMA = 1
 NVIDIA = "0x10de"
 SHM = "/dev/shm"  # noqa: S108
 GPU_QUERY = (
-    "index,name,uuid,pci.bus_id,compute_cap,memory.total,memory.used,driver_version,vbios_version,"
+    "index,name,pci.bus_id,compute_cap,memory.total,"
     "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max,"
-    "power.limit,power.default_limit,power.min_limit,power.max_limit,persistence_mode,ecc.mode.current,"
-    "mig.mode.current,compute_mode"
+    "power.limit,power.min_limit,power.max_limit,mig.mode.current"
 )
 COMMANDS = {
     "gpus": ["nvidia-smi", "--query-gpu=" + GPU_QUERY, "--format=csv,nounits"],
@@ -50,40 +48,25 @@ COMMANDS = {
     "modinfo": ["modinfo", "nvidia"],
     "virtualisation": ["systemd-detect-virt"],
     "container": ["systemd-detect-virt", "--container"],
-    "systemd": ["systemctl", "--version"],
     "time_sync": ["timedatectl", "show", "-p", "NTPSynchronized", "-p", "NTP"],
     "apt_config": ["apt-config", "dump"],
     "apt_holds": ["apt-mark", "showhold"],
-    "dkms": ["dkms", "status"],
 }
 DPKG = ["dpkg-query", "-W", "-f", "${Package} ${Version} ${db:Status-Abbrev}\n"]
-PACKAGES = [
-    "nvidia-*",
-    "libnvidia-compute-*",
-    "cuda-drivers*",
-    "cuda-toolkit*",
-    "linux-image-*",
-    "pciutils",
-    "grub*",
-    "needrestart",
-    "unattended-upgrades",
-]
+PACKAGES = ["nvidia-*", "cuda-drivers*", "needrestart"]
+# Those that the preflight reports or the policy starts, and others that an override may name.
 UNITS = [
     "nvidia-persistenced",
     "kimi-*.service",
     "nvidia-powerd",
     "nvidia-dcgm",
-    "dcgm",
     "display-manager",
     "gdm",
     "lightdm",
     "sddm",
-    "docker",
     "ollama",
     "vllm",
     "sglang",
-    "unattended-upgrades",
-    "apt-daily-upgrade.timer",
     "irqbalance",
     "tuned",
     "chrony",
@@ -92,42 +75,26 @@ UNITS = [
 FILES = [
     "/proc/cmdline",
     "/proc/meminfo",
-    "/proc/swaps",
     "/proc/driver/nvidia/version",
     "/proc/driver/nvidia/params",
     "/sys/module/nvidia/version",
     "/sys/module/nvidia_uvm/parameters/uvm_disable_hmm",
     "/etc/os-release",
     "/sys/devices/system/node/online",
-    "/sys/devices/system/cpu/online",
-    "/sys/devices/system/cpu/smt/active",
-    "/proc/sys/kernel/random/boot_id",
 ]
 # Where the absence of a file is an answer.
-OPTIONAL = [
-    "/sys/class/dmi/id/sys_vendor",
-    "/sys/class/dmi/id/product_name",
-    "/sys/kernel/security/lockdown",
-    "/proc/sys/kernel/apparmor_restrict_unprivileged_userns",
-    "/etc/default/grub",
-    "/etc/kernel/cmdline",
-    "/run/reboot-required",
-    "/run/reboot-required.pkgs",
-    "/var/lib/kimi-rig/kernel-arguments",
-]
+OPTIONAL = ["/etc/default/grub", "/etc/kernel/cmdline", "/var/lib/kimi-rig/kernel-arguments"]
 GLOBS = ["/etc/default/grub.d/*.cfg", "/etc/modprobe.d/*.conf"]
 EXISTS = [
     "/boot/grub/grub.cfg",
     "/boot/loader/entries",
     "/boot/efi/loader/entries",
     "/efi/loader/entries",
-    "/sys/firmware/efi",
-    "/etc/default/grub.d",
     "/.dockerenv",
     "/run/.containerenv",
-    "/dev/nvidiactl",
     "/dev/nvidia-uvm",
 ]
+# More than the policy sets: an override may set these, and is then compared.
 SYSCTLS = [
     "vm.swappiness",
     "kernel.numa_balancing",
@@ -272,8 +239,6 @@ def pci_device(address: str) -> dict[str, Any]:
         for name in (
             "vendor",
             "device",
-            "subsystem_vendor",
-            "subsystem_device",
             "class",
             "numa_node",
             "current_link_speed",
@@ -282,13 +247,11 @@ def pci_device(address: str) -> dict[str, Any]:
             "max_link_width",
         )
     }
-    driver, group = os.path.join(folder, "driver"), os.path.join(folder, "iommu_group")
+    driver = os.path.join(folder, "driver")
     device.update(
         address=address,
         path=[part for part in real.split("/") if part.startswith("pci") or part.count(":") == 2][:-1],
         driver=os.path.basename(os.path.realpath(driver)) if os.path.exists(driver) else None,
-        iommu_group=os.path.basename(os.path.realpath(group)) if os.path.exists(group) else None,
-        iommu_type=attribute(os.path.realpath(group), "type") if os.path.exists(group) else None,
         bars=bars(folder),
     )
     try:
@@ -330,18 +293,13 @@ def cpus() -> dict[str, Any]:
         "count": os.cpu_count(),
         "sockets": len({attribute(folder, "topology/physical_package_id") for folder in folders} - {None}),
         "governors": sorted({attribute(folder, "cpufreq/scaling_governor") for folder in folders} - {None}),
-        "scaling_driver": attribute("/sys/devices/system/cpu/cpu0", "cpufreq/scaling_driver"),
     }
 
 
 def iommu() -> dict[str, Any]:
-    """Number of IOMMU groups, their default domain types, and the IOMMUs that are at work."""
+    """Number of IOMMU groups and their default domain types."""
     groups = glob.glob("/sys/kernel/iommu_groups/*")
-    return {
-        "groups": len(groups),
-        "types": sorted({attribute(group, "type") for group in groups} - {None}),
-        "devices": sorted(os.path.basename(path) for path in glob.glob("/sys/class/iommu/*")),
-    }
+    return {"groups": len(groups), "types": sorted({attribute(group, "type") for group in groups} - {None})}
 
 
 def mounts() -> list[tuple[str, str, str]]:
@@ -370,7 +328,6 @@ def disks(source: str) -> list[dict[str, str | None]]:
             "name": os.path.basename(folder),
             "model": attribute(folder, "device/model"),
             "scheduler": attribute(folder, "queue/scheduler"),
-            "rotational": attribute(folder, "queue/rotational"),
         }
     ]
 
@@ -496,7 +453,6 @@ def collect(options: dict[str, Any]) -> dict[str, Any]:
     devices = section("pci", pci) or []
     facts = {
         "schema": SCHEMA,
-        "uid": os.geteuid(),
         "kernel": os.uname().release,
         "machine": os.uname().machine,
         "files": files(),
@@ -516,19 +472,7 @@ def collect(options: dict[str, Any]) -> dict[str, Any]:
             name: (read("/proc/sys/" + name.replace(".", "/"), "sysctl:" + name) or "").strip() or None
             for name in SYSCTLS
         },
-        "limits": {
-            name: resource.getrlimit(getattr(resource, "RLIMIT_" + name.upper()))
-            for name in ("memlock", "nofile", "stack")
-        },
         "device_nodes": sorted(os.path.basename(path) for path in glob.glob("/dev/nvidia[0-9]*")),
-        "gpu_information": {
-            path.split("/")[-2]: read(path) for path in sorted(glob.glob("/proc/driver/nvidia/gpus/*/information"))
-        },
-        "libraries": sorted(
-            os.path.basename(path)
-            for pattern in ("/usr/lib*/libnvidia-ml.so.*", "/usr/lib/*/libnvidia-ml.so.*")
-            for path in glob.glob(pattern)
-        ),
         "models": [section("model:" + path, model, path) for path in options.get("models", [])],
         "environments": [
             os.path.dirname(mark) for mark in sorted(glob.glob(options.get("environments", "") + "/*/*/kimi-rig.json"))

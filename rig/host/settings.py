@@ -82,8 +82,6 @@ class HostSettings:
 
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     device_allow: tuple[str, ...] = ()
-    environment_unset: tuple[str, ...] = ()
-    """Variables that must not reach an engine, not even empty."""
     engine_flags: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Flags by engine, without dashes, that a configuration gets unless it names them itself."""
     memory_fraction: Mapping[str, float] = field(default_factory=dict)
@@ -124,7 +122,6 @@ def host_settings(settings: Iterable[Setting], gpus: tuple[int, ...]) -> HostSet
     power = _values(by_kind[Kind.POWER_LIMIT]).get("watts")
     return HostSettings(
         environment=_by_engine(by_kind[Kind.ENVIRONMENT]),
-        environment_unset=tuple(one.name for one in by_kind[Kind.ENVIRONMENT] if one.value is None),
         device_allow=NVIDIA_DEVICES if gpus else (),
         engine_flags=_by_engine(by_kind[Kind.ENGINE_FLAG]),
         memory_fraction={n: float(v) for n, v in _values(by_kind[Kind.MEMORY_FRACTION]).items()},

@@ -14,7 +14,7 @@ THREADRIPPER = Cpu("AuthenticAMD", 25, 24, "AMD Ryzen Threadripper PRO 7955WX 16
 XEON = Cpu("GenuineIntel", 6, 143, "Intel(R) Xeon(R) Platinum 8462Y+", 2, 128, ("powersave",))
 CORE = Cpu("GenuineIntel", 6, 198, "Intel(R) Core(TM) Ultra 5 245T", 1, 14, ("powersave",))
 RANGES = {SERVER: (300.0, 600.0), WORKSTATION: (150.0, 600.0), MAX_Q: (250.0, 325.0), H200: (200.0, 700.0)}
-NVME = Disk("nvme0n1", "mq-deadline", ("none", "mq-deadline", "bfq"), rotational=False)
+NVME = Disk("nvme0n1", "mq-deadline")
 TB = 1_000_000_000_000
 
 
@@ -23,10 +23,10 @@ def card(index: int, pci_id: str, path: str, numa: int | None, **more: object) -
     model, (low, high) = GPU_MODELS[pci_id], RANGES[pci_id]
     bridge, *bridges = path.split("/")
     gpu = Gpu(
-        index, f"0000:{16 * (index + 1):02x}:00.0", pci_id, answers=True, name=model.name, uuid=f"GPU-{index}",
-        compute_capability=model.compute_capability, memory_mib=model.memory_mib, memory_used_mib=0,
+        index, f"0000:{16 * (index + 1):02x}:00.0", pci_id, answers=True, name=model.name,
+        compute_capability=model.compute_capability, memory_mib=model.memory_mib,
         bar1_bytes=128 << 30, link_gen=5, link_gen_max=5, link_width=16, link_width_max=16, power_limit_w=high,
-        power_default_w=high, power_min_w=low, power_max_w=high, persistence=True, ecc=True, mig=False,
+        power_min_w=low, power_max_w=high, mig=False,
         numa_node=numa, host_bridge=bridge, bridges=tuple(bridges),
     )  # fmt: skip
     return replace(gpu, **more)  # type: ignore[arg-type]
@@ -45,16 +45,16 @@ def machine(cpu: Cpu, cards: Sequence[Gpu], **more: object) -> HostFacts:
         cpu=cpu, memory_bytes=1536 << 30, swap=False, numa_nodes=cpu.sockets, kernel="6.17.0-19-generic",
         command_line=("BOOT_IMAGE=/vmlinuz", "root=UUID=1", "ro", "quiet"),
         iommu_groups=90, iommu_types=("DMA-FQ",), virtualisation="none", container="none",
-        os_id="ubuntu", os_version="24.04", glibc=(2, 39), systemd=255,
+        os_id="ubuntu", os_version="24.04", glibc=(2, 39),
         paths={
             "/": DataPath("/", True, "/", "ext4", "/dev/nvme0n1p2", 2 * TB, TB, 1, (NVME,)),
             "/shared": DataPath("/shared", True, "/shared", "ext4", "/dev/nvme0n1p3", 4 * TB, 2 * TB, 2, (NVME,)),
             "/dev/shm": DataPath("/dev/shm", True, "/dev/shm", "tmpfs", "tmpfs", TB // 2, TB // 2, 3),
         },
         sysctls={"vm.swappiness": "60", "kernel.numa_balancing": "1", "kernel.sched_migration_cost_ns": None},
-        unattended_upgrades=False, ports=(22,), uefi=True, secure_boot=False,
+        unattended_upgrades=False, ports=(22,), secure_boot=False,
         boot_files={"/etc/default/grub": 'GRUB_CMDLINE_LINUX_DEFAULT="quiet"\n'},
-        boot_loader="grub", grub_drop_ins=True,
+        boot_loader="grub",
         device_nodes=tuple(f"nvidia{index}" for index in range(count)), nvidia_uvm_node=True,
     )  # fmt: skip
     return replace(facts, **more)  # type: ignore[arg-type]
@@ -80,8 +80,8 @@ def bare(facts: HostFacts) -> HostFacts:
     """The same host before its driver is installed: what the first deploy sees."""
     cards = [
         replace(
-            gpu, answers=None, uuid=None, memory_used_mib=None, power_limit_w=None, power_default_w=None,
-            power_min_w=None, power_max_w=None, persistence=None, ecc=None, mig=None,
+            gpu, answers=None, power_limit_w=None,
+            power_min_w=None, power_max_w=None, mig=None,
         )
         for gpu in facts.gpus
     ]  # fmt: skip

@@ -129,7 +129,7 @@ def _one_disk(free_gb: int) -> HostFacts:
 def test_places_that_do_not_last() -> None:
     assert codes(place("/shared", filesystem="overlay"))["ephemeral"] is Severity.WARNING
     assert codes(place("/shared", filesystem="zfs"))["zfs"] is Severity.WARNING
-    lent = Disk("nvme1n1", "none", ("none",), False, "Amazon EC2 NVMe Instance Storage")
+    lent = Disk("nvme1n1", "none", "Amazon EC2 NVMe Instance Storage")
     assert codes(place("/shared", disks=(lent,)))["ephemeral"] is Severity.WARNING
     assert codes(place("/dev/shm", free=1 << 30))["shm"] is Severity.WARNING
 
