@@ -18,6 +18,7 @@ from pyinfra import host
 from pyinfra.api import operation
 from pyinfra.api.arguments import CONNECTOR_ARGUMENT_KEYS
 from pyinfra.api.command import StringCommand
+from pyinfra.api.exceptions import OperationError
 from pyinfra.connectors.local import LocalConnector
 from pyinfra.connectors.ssh import SSHConnector
 from pyinfra.connectors.util import extract_control_arguments, make_unix_command_for_host
@@ -62,7 +63,8 @@ def _acquire() -> str:
     command = make_unix_command_for_host(host.state, host, StringCommand(lock_script(owner)), **arguments)
     connector = host.connector
     if isinstance(connector, SSHConnector):
-        assert connector.client is not None, "an executing host is connected"
+        if connector.client is None:
+            raise OperationError(f"{host.name} is not connected: the deploy lock cannot be held")
         channel = connector.client.exec_command(command.get_raw_value())
         _held.append(channel)
         return str(channel[1].readline()).strip()

@@ -8,20 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rig.catalog.entries import Checkpoint
+from rig.catalog.entries import Checkpoint, Configuration
 from rig.plan.host_plan import HostPlan, overlay_path, writes_ids
 from rigctl.contract.eagle3_conventions import MISMATCH, Engine, trained_input_ids
 
 
 def drafters_json(plan: HostPlan) -> list[dict[str, Any]]:
     """One object a configuration with a drafter."""
-    return [_object(plan, name) for name, entry in plan.serving.items() if entry.speculation is not None]
+    return [_object(plan, name, one, one.speculation.drafter) for name, one in plan.serving.items() if one.speculation]
 
 
-def _object(plan: HostPlan, name: str) -> dict[str, Any]:
-    configuration = plan.serving[name]
-    assert configuration.speculation is not None
-    drafter = configuration.speculation.drafter
+def _object(plan: HostPlan, name: str, configuration: Configuration, drafter: str) -> dict[str, Any]:
     entry = plan.checkpoints[drafter]
     release = plan.environments[configuration.release].release
     trained = _input_ids(entry)

@@ -33,7 +33,12 @@ def test_ready_means_accepted_and_a_stop_is_clean(tmp_path: Path) -> None:
     assert "<7>[harmless] ImportError" in run.journal
     run.until("serving; answered")
     assert run.json("watch.json")["errors"] == []
-    assert 'kimi_acceptance_below_floor{configuration="drill"} 0.0' in (tmp_path / "run" / "metrics.prom").read_text()
+    for place in ("metrics/drill.prom", "metrics.prom"):
+        assert 'kimi_acceptance_below_floor{configuration="drill"} 0.0' in (tmp_path / "run" / place).read_text()
+    # What a node exporter's pattern matches is directories alone, and open to its user.
+    matched = list(tmp_path.glob("*/metrics"))
+    assert matched == [tmp_path / "run" / "metrics"]
+    assert matched[0].stat().st_mode & 0o7777 == 0o755
     assert run.stop() == 0
     [log] = (tmp_path / "logs").glob("*.log")
     assert "[harmless] ImportError" in log.read_text()

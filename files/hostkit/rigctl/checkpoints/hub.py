@@ -254,7 +254,8 @@ def run_watched(  # noqa: PLR0913 what a watched child needs
         env=environment,
         start_new_session=True,
     )
-    assert child.stdin is not None and child.stderr is not None
+    if child.stdin is None or child.stderr is None:
+        raise RigctlError("the chunked transfer has no pipes to its child")
     child.stdin.write(json.dumps(request))
     child.stdin.close()
     counted, moved = 0, time.monotonic()

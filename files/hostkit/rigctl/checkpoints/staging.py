@@ -340,7 +340,8 @@ class Job:
             self.progress.total, self.progress.files_total = manifest.total, len(manifest.files)
         source = self.source
         if hasattr(source, "fetch"):
-            assert manifest is not None
+            if manifest is None:
+                raise RigctlError(f"{self.destination}: its source has listed no files")
             return manifest, self._fetch_files(manifest.files)
         if manifest is None:
             return self._generate(source)
@@ -398,7 +399,8 @@ class Job:
             self.progress.advance(entry.size, fetched=False)
             return done
         source = self.source
-        assert hasattr(source, "fetch")
+        if not hasattr(source, "fetch"):
+            raise RigctlError(f"{self.destination}: its source hands out whole trees alone, not single files")
         part = self.workplace.part(entry)
         with Sink(part, entry, self.progress, self._limiter, self._abort) as sink:
             for _ in range(2):

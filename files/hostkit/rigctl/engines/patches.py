@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -235,7 +236,8 @@ def _replace_all(site: Path, changes: dict[str, bytes | None], before: dict[str,
 
 def _write_beside(path: Path, content: bytes | None) -> None:
     """The new content as a new inode with the old one's mode and owner, durable, not yet in place."""
-    assert content is not None
+    if content is None:
+        raise FileNotFoundError(errno.ENOENT, "its bytes are not known", str(path))
     status = path.stat()
     scratch = _scratch(path)
     scratch.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import time
 from contextlib import suppress
@@ -49,11 +50,17 @@ def record(specification: Specification) -> int:
     }
     words = read_object(specification.runtime / "cause.json") or {}
     write_json(specification.state / "ended.json", {**ended, "last_words": words.get("last_words", [])}, durable=False)
-    for name in OF_ONE_RUN:
-        (specification.runtime / name).unlink(missing_ok=True)
+    clear(specification)
     for line in [*(f"ended {process}" for process in killed), *left]:
         print(f"left over: {line}", flush=True)
     return 0
+
+
+def clear(specification: Specification) -> None:
+    """Remove what is true of one run only, its metrics too."""
+    for name in OF_ONE_RUN:
+        (specification.runtime / name).unlink(missing_ok=True)
+    shutil.rmtree(specification.runtime / "metrics", ignore_errors=True)
 
 
 def boot_id() -> str:

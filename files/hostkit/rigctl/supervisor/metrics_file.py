@@ -1,7 +1,8 @@
 """What the supervisor knows of its engine, as a Prometheus text file that goes when the engine goes.
 
 The engine's own /metrics has its load and latency; here is what only the supervisor knows. A node exporter reads it:
-`--collector.textfile.directory=/run/kimi-rig/*`.
+`--collector.textfile.directory=/run/kimi-rig/*/metrics`. The pattern must match directories alone: the exporter counts
+a file that it matches as an error.
 """
 
 from __future__ import annotations
@@ -10,6 +11,17 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from rigctl.supervisor.specification import Specification
 from rigctl.supervisor.watchdog import Watch
+from rigctl.whole_files import write_whole
+
+
+def publish(specification: Specification, watch: Watch) -> None:
+    """Write the file, to be read by anyone, and for this version also where the one before had it."""
+    text = exposition(specification, watch)
+    directory = specification.runtime / "metrics"
+    directory.mkdir(exist_ok=True)
+    directory.chmod(0o755)  # the unit's umask keeps others out
+    write_whole(directory / f"{specification.name}.prom", text, durable=False)
+    write_whole(specification.runtime / "metrics.prom", text, durable=False)
 
 
 def exposition(specification: Specification, watch: Watch) -> str:

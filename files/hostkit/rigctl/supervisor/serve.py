@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import requests
 
@@ -27,11 +27,11 @@ from rigctl.supervisor.engine_client import Engine, api_key
 from rigctl.supervisor.engine_log import EngineLog, RunFile
 from rigctl.supervisor.listening import strangers
 from rigctl.supervisor.load_phases import Phases
-from rigctl.supervisor.metrics_file import exposition
+from rigctl.supervisor.metrics_file import publish
 from rigctl.supervisor.readiness import NotAccepted, accept
 from rigctl.supervisor.specification import Specification
 from rigctl.supervisor.watchdog import Watch
-from rigctl.whole_files import write_json, write_whole
+from rigctl.whole_files import write_json
 
 POLL_SECONDS = 0.1
 WARM_UP_POLL_SECONDS = 1.0
@@ -94,8 +94,8 @@ class Supervisor:
     def run(self) -> int:
         """The whole run, from the checks to the end of the engine."""
         earlier = ended.taken_up(self._specification)
-        for name in (*ended.OF_ONE_RUN, "cause.json"):
-            (self._specification.runtime / name).unlink(missing_ok=True)
+        ended.clear(self._specification)
+        (self._specification.runtime / "cause.json").unlink(missing_ok=True)
         try:
             self._back_off(earlier)
             self._check()
@@ -109,7 +109,6 @@ class Supervisor:
             return 0
         except (Failure, RigctlError) as error:
             return self._failed(str(error), earlier)
-        raise AssertionError("a run ends by Stop or Failure")
 
     def _failed(self, cause: str, earlier: list[str]) -> int:
         limits = self._specification.limits
@@ -243,7 +242,7 @@ class Supervisor:
         self._notify("READY=1", line)
         print(f"{specification.name}: {line}", flush=True)
 
-    def _watch(self) -> None:
+    def _watch(self) -> NoReturn:
         watch = Watch(self._engine)
         while True:
             end = time.monotonic() + self._specification.limits.watch_seconds
@@ -253,9 +252,7 @@ class Supervisor:
             self._meanwhile(watch.round, lambda: self._said[1], 0.2)
             with suppress(OSError):  # a full /run is no reason to stop serving
                 write_json(self._specification.runtime / "watch.json", watch.report(), durable=False)
-                write_whole(
-                    self._specification.runtime / "metrics.prom", exposition(self._specification, watch), durable=False
-                )
+                publish(self._specification, watch)
             if verdict := watch.verdict():
                 self._frozen = True
                 raise Failure(verdict)
