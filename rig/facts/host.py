@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rigctl.contract.versions import version_tuple
+
 SCHEMA = 1
 # systemd-detect-virt exits 1 for "none", dpkg-query when one of many patterns matches nothing.
 ANSWER_BY_EXIT_CODE = ("virtualisation", "container", "packages")
@@ -342,13 +344,13 @@ class _Reader:
             container=self._container(),
             os_id=os_release.get("ID"),
             os_version=os_release.get("VERSION_ID"),
-            glibc=parse_version((raw.get("glibc") or "").removeprefix("glibc ")),
+            glibc=version_tuple((raw.get("glibc") or "").removeprefix("glibc ")) or None,
             paths={one["path"]: _data_path(one) for one in raw["paths"]},
             models=_models(raw.get("models", ())),
             partial={one["path"]: size for one in raw.get("models", ()) if one and (size := one.get("partial"))},
             environments=tuple(raw.get("environments", ())),
             toolkits={home: parse_nvcc(text) for home, text in raw.get("toolkits", {}).items()},
-            gcc=parse_version(raw.get("gcc") or ""),
+            gcc=version_tuple(raw.get("gcc")) or None,
             sysctls=raw["sysctls"],
             units=parse_units(self.output("units") or ""),
             packages=parse_packages(self.output("packages") or ""),
@@ -543,16 +545,10 @@ def parse_packages(text: str) -> dict[str, str]:
     return {row[0]: row[1] for row in rows if len(row) == 3 and row[2][1:2] == "i"}
 
 
-def parse_version(text: str) -> tuple[int, ...] | None:
-    """(580, 159, 4) from "580.159.04"; None when no number leads."""
-    match = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(part) for part in match[0].split(".")) if match else None
-
-
 def parse_nvcc(text: str) -> tuple[int, ...] | None:
     """(13, 0, 88) from the "release 13.0, V13.0.88" of `nvcc --version`."""
     found = re.search(r"\bV(\d+(?:\.\d+)+)", text) or re.search(r"release (\d+\.\d+)", text)
-    return parse_version(found[1]) if found else None
+    return version_tuple(found[1]) if found else None
 
 
 def count_ranges(text: str | None) -> int | None:
@@ -573,7 +569,7 @@ def _gpu(index: int, device: Mapping[str, Any], rows: Mapping[str, Mapping[str, 
     row = rows.get(device["address"], {})
     pci_id = _pci_id(device)
     model = GPU_MODELS.get(pci_id)
-    capability = parse_version(row.get("compute_cap") or "")
+    capability = version_tuple(row.get("compute_cap"))
     node = _int(device["numa_node"])
     return Gpu(
         index=index,

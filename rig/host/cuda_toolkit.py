@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rig.catalog.entries import Release
-from rig.facts.host import parse_version
+from rigctl.contract.versions import version_tuple
 
 BUILD = (12, 8)
 """The first nvcc that knows SM120: below it sgl-kernel's CMakeLists.txt leaves sm_120a out."""
@@ -18,7 +18,7 @@ def suits(version: tuple[int, ...] | None, release: Release) -> bool:
 
     nvcc and the CUDA headers of the wheels must match (flashinfer-ai/flashinfer#3493).
     """
-    wanted = max(parse_version(release.minimum_cuda or "") or (), SERVE)
+    wanted = max(version_tuple(release.minimum_cuda), SERVE)
     return version is not None and version >= wanted and version[0] == wanted[0]
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rig.catalog.entries import Release
-from rig.facts.host import HostFacts, parse_version
+from rig.facts.host import HostFacts
+from rigctl.contract.versions import version_tuple
 
 
 class Action(StrEnum):
@@ -34,7 +35,7 @@ class DriverStep:
 def minimum_driver(releases: Iterable[Release]) -> str:
     """The highest of the drivers that CUDA releases need; "0" where none says."""
     versions = [one.minimum_driver for one in releases if one.accelerator == "cuda" and one.minimum_driver]
-    return max(versions, key=lambda version: parse_version(version) or (), default="0")
+    return max(versions, key=version_tuple, default="0")
 
 
 def driver_step(facts: HostFacts, minimum: str, *, upgrade: bool, in_use: bool) -> DriverStep:
@@ -68,7 +69,7 @@ def driver_step(facts: HostFacts, minimum: str, *, upgrade: bool, in_use: bool) 
 
 def _wrong(facts: HostFacts, minimum: str) -> str | None:
     driver = facts.driver
-    if (parse_version(driver.version or "") or ()) < (parse_version(minimum) or ()):
+    if version_tuple(driver.version) < version_tuple(minimum):
         return f"driver {driver.version} is older than {minimum}, which an engine release needs"
     if driver.open_module is False and any((gpu.compute_capability or (0, 0)) >= (10, 0) for gpu in facts.gpus):
         return f"driver {driver.version} has proprietary modules, Blackwell needs the open ones"

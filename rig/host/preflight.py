@@ -6,14 +6,16 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 
 from rig.catalog.entries import Configuration, Release
-from rig.facts.host import DataPath, Gpu, HostFacts, parse_version
+from rig.facts.host import DataPath, Gpu, HostFacts
 from rig.host.cuda_toolkit import BUILD, SERVE
 from rig.host.live_settings import reboot_pending
 from rig.host.memory_fit import Fit
 from rig.host.settings import TIME_UNIT, Confidence, Kind
 from rig.host.topology import REFUSED_ATTENTION, Decision
+from rigctl.contract.versions import version_tuple
 
 GIB = 1 << 30
 SHM = "/dev/shm"  # noqa: S108
@@ -89,16 +91,9 @@ def preflight(facts: HostFacts, decision: Decision, needs: Needs) -> list[Findin
     return sorted(found, key=lambda finding: list(Severity).index(finding.severity))
 
 
-def _error(code: str, message: str, remedy: str = "") -> Finding:
-    return Finding(Severity.ERROR, code, message, remedy)
-
-
-def _warning(code: str, message: str, remedy: str = "") -> Finding:
-    return Finding(Severity.WARNING, code, message, remedy)
-
-
-def _note(code: str, message: str, remedy: str = "") -> Finding:
-    return Finding(Severity.NOTE, code, message, remedy)
+_error = partial(Finding, Severity.ERROR)
+_warning = partial(Finding, Severity.WARNING)
+_note = partial(Finding, Severity.NOTE)
 
 
 def _cards(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
@@ -184,9 +179,7 @@ def _driver(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
         yield _note("driver-none", "no NVIDIA driver is loaded", "the host stage installs it")
         return
     for name, release in needs.releases_on("cuda").items():
-        if release.minimum_driver and (parse_version(driver.version) or ()) < (
-            parse_version(release.minimum_driver) or ()
-        ):
+        if version_tuple(driver.version) < version_tuple(release.minimum_driver):
             text = f"release {name} needs driver {release.minimum_driver}, this host has {driver.version}"
             if needs.driver_upgrade:
                 yield _note("driver-old", text, "the host stage replaces it")
@@ -311,7 +304,7 @@ def _file_system(place: DataPath) -> Iterator[Finding]:
 
 def _system(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
     for name, release in (needs.releases_on("cuda") | needs.releases_on("cpu")).items():
-        if release.minimum_glibc and facts.glibc and facts.glibc < (parse_version(release.minimum_glibc) or ()):
+        if release.minimum_glibc and facts.glibc and facts.glibc < version_tuple(release.minimum_glibc):
             have = _dotted(facts.glibc)
             yield _error("glibc", f"release {name} needs glibc {release.minimum_glibc}, this host has {have}")
     ports: dict[int, list[str]] = {}
@@ -330,7 +323,7 @@ def _system(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
             f"the host stage starts {TIME_UNIT}" if TIME_UNIT in facts.units else "install systemd-timesyncd or chrony"
         )
         yield _warning("clock", "the clock is not synchronised", remedy)
-    if facts.cpu.turin and (parse_version(facts.kernel or "") or (99,)) < (6, 17):
+    if facts.cpu.turin and (version_tuple(facts.kernel) or (99,)) < (6, 17):
         yield _note("kernel-old", f"kernel {facts.kernel} shows xGMI links of EPYC Turin as unknown; 6.17 does not")
 
 

@@ -79,13 +79,15 @@ def test_a_jump_of_the_wall_clock_changes_nothing(monkeypatch: pytest.MonkeyPatc
     assert watch.verdict() is None
 
 
-def test_activity_is_read_from_proc(tmp_path: Path) -> None:
+def test_activity_is_read_from_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.PROCFS_PATH", str(tmp_path))
+    (tmp_path / "stat").write_text("btime 1700000000\n")
     process = tmp_path / "7"
     process.mkdir()
     (process / "stat").write_text("7 (a) b) S " + " ".join(["0"] * 10) + " 150 50 " + " ".join(["0"] * 30))
-    (process / "io").write_text("rchar: 10\nwchar: 5\nread_bytes: 100\nwrite_bytes: 3\n")
+    (process / "io").write_text("rchar: 10\nwchar: 5\nsyscr: 1\nsyscw: 1\nread_bytes: 100\nwrite_bytes: 3\n")
     before = Activity({7: (0.5, 15), 8: (9.0, 9)})
-    now = measure([7, 9], [], tmp_path)
+    now = measure([7, 9], [])
     assert now.since(before) == (1.5, 100)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from rigctl.notification import notify
 from rigctl.whole_files import write_json
 
 WINDOW = 20.0  # seconds over which the rate is taken
@@ -187,19 +187,7 @@ class Reporter:
 
     def _print(self, status: dict[str, Any]) -> None:
         self._emit(status, line(status))
-        notify(line(status))
+        notify(f"STATUS={line(status)}")
 
     def _emit(self, content: dict[str, Any], text: str) -> None:
         print(json.dumps(content) if self._json else text, file=self._out, flush=True)
-
-
-def notify(text: str) -> None:
-    """Show `text` as the unit's STATUS in systemctl; nothing outside systemd."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
-        try:
-            channel.sendto(f"STATUS={text}".encode(), address.replace("@", "\0", 1))
-        except OSError:
-            return

@@ -10,11 +10,11 @@ comes out of layer k - 1. Both engines capture at the entry of a layer.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rigctl.contract.versions import version_tuple
 from rigctl.errors import RigctlError
 
 KEY = "eagle_aux_hidden_state_layer_ids"
@@ -29,14 +29,6 @@ MISMATCH = (
 """What a drafter of another target costs."""
 
 
-def version_tuple(text: str) -> tuple[int, ...]:
-    """(0, 5, 10) of 0.5.10.post1."""
-    match = re.match(r"\d+(\.\d+)*", text)
-    if not match:
-        raise RigctlError(f"{text!r} is not an engine version")
-    return tuple(int(part) for part in match[0].split("."))
-
-
 @dataclass(frozen=True)
 class Engine:
     """One engine release. `architectures`: what its model registry has, where the caller knows better."""
@@ -48,7 +40,8 @@ class Engine:
     def __post_init__(self) -> None:
         if self.name not in ("vllm", "sglang"):
             raise RigctlError(f"engine {self.name!r} is not known: vllm or sglang")
-        version_tuple(self.version)
+        if not version_tuple(self.version):
+            raise RigctlError(f"{self.version!r} is not an engine version")
 
     def at_least(self, version: str) -> bool:
         """Whether this release is `version` or later."""

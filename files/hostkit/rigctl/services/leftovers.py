@@ -9,18 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pwd
 import re
-import signal
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
 from rigctl.errors import RigctlError
 from rigctl.nvidia_smi import nvidia_smi
-from rigctl.supervisor.activity import IN_UNIT, PROC
+from rigctl.supervisor.activity import IN_UNIT, control_groups
 from rigctl.supervisor.ended import command
 from rigctl.supervisor.specification import installed
 
@@ -80,62 +80,33 @@ def _tell(found: list[Holder], segments: list[Path], as_json: bool, *, did: bool
         print("`rigctl free --yes` ends the engines among them and removes the unused segments")
 
 
-def holders(proc: Path = PROC) -> list[Holder]:
+def holders() -> list[Holder]:
     """Processes outside our units that hold a GPU or a configured port, or look like an engine."""
     gpu = {int(row[0]): f"GPU memory {row[1]} MiB" for row in nvidia_smi("--query-compute-apps=pid,used_memory")}
-    ports = _port_holders({endpoint.port for one in installed() for endpoint in one.endpoints}, proc)
+    ports = {endpoint.port for one in installed() for endpoint in one.endpoints}
     found = []
-    for entry in sorted(proc.iterdir(), key=lambda path: path.name):
-        if not entry.name.isdigit() or int(entry.name) == os.getpid() or _in_our_unit(entry):
-            continue
-        pid, line = int(entry.name), command(int(entry.name), proc)
-        if line == "(gone)":
+    for process in psutil.process_iter(["username"]):
+        pid, line, groups = process.pid, command(process.pid), control_groups(process.pid)
+        if pid == os.getpid() or line == "(gone)" or groups is None or IN_UNIT.search(groups):
             continue
         engine = bool(ENGINE.search(line)) and "rigctl" not in line
-        holds = [*([gpu[pid]] if pid in gpu else []), *(f"port {port}" for port in ports.get(pid, []))]
+        holds = [*([gpu[pid]] if pid in gpu else []), *(f"port {port}" for port in _listens(process) & ports)]
         if holds or engine:
             holds = holds or ["an engine outside the units"]
-            found.append(Holder(pid, _owner(entry), line, holds, engine or pid in gpu))
+            found.append(Holder(pid, process.info["username"] or "?", line, holds, engine or pid in gpu))
     return found
 
 
-def _in_our_unit(process: Path) -> bool:
+def _listens(process: psutil.Process) -> set[int]:
+    """TCP ports it listens on. Asked of each process: several may share one socket."""
     try:
-        return bool(IN_UNIT.search((process / "cgroup").read_text()))
-    except OSError:
-        return True  # gone
+        connections = process.net_connections("tcp")
+    except psutil.Error:
+        return set()
+    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
 
 
-def _owner(process: Path) -> str:
-    try:
-        uid = process.stat().st_uid
-        return pwd.getpwuid(uid).pw_name
-    except OSError:
-        return "?"
-    except KeyError:
-        return str(uid)
-
-
-def _port_holders(ports: set[int], proc: Path) -> dict[int, list[int]]:
-    """pid -> ports it listens on, of `ports`."""
-    inodes: dict[str, int] = {}
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in (proc / "net" / table).read_text().splitlines()[1:]:
-                fields = line.split()
-                port = int(fields[1].rpartition(":")[2], 16)
-                if fields[3] == "0A" and port in ports:  # TCP_LISTEN
-                    inodes[f"socket:[{fields[9]}]"] = port
-    holding: dict[int, list[int]] = {}
-    for link in proc.glob("[0-9]*/fd/*") if inodes else ():
-        with suppress(OSError):
-            port_of = inodes.get(str(link.readlink()))
-            if port_of is not None and port_of not in holding.setdefault(int(link.parts[-3]), []):
-                holding[int(link.parts[-3])].append(port_of)
-    return {pid: found for pid, found in holding.items() if found}
-
-
-def unused_segments(directory: Path = SHM, proc: Path = PROC) -> list[Path]:
+def unused_segments(directory: Path = SHM, proc: Path = Path("/proc")) -> list[Path]:
     """Engines' shared memory segments that no process has mapped or open."""
     segments = {path for pattern in SEGMENTS for path in directory.glob(pattern)}
     if not segments:
@@ -152,18 +123,21 @@ def unused_segments(directory: Path = SHM, proc: Path = PROC) -> list[Path]:
 
 def end(pids: Iterable[int]) -> None:
     """End processes: asked first, then killed after ten seconds."""
-    left = list(pids)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+    left = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            left.append(psutil.Process(pid))
+    for ask in (psutil.Process.terminate, psutil.Process.kill):
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                ask(process)
         limit = time.monotonic() + 10
-        while (left := [pid for pid in left if _runs(pid)]) and time.monotonic() < limit:
+        while (left := [process for process in left if _runs(process)]) and time.monotonic() < limit:
             time.sleep(0.1)
 
 
-def _runs(pid: int) -> bool:
+def _runs(process: psutil.Process) -> bool:
     try:
-        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False

@@ -10,33 +10,34 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from rigctl.contract.limits import Limits
 from rigctl.nvidia_smi import nvidia_smi
 
-PROC = Path("/proc")
 # cgroups(7): hierarchy:controllers:path; systemd puts a unit's processes into a group of the unit's name.
 IN_UNIT = re.compile(r"/kimi-[^/\n]*\.service$", re.MULTILINE)
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def members(proc: Path = PROC) -> list[int]:
+def members() -> list[int]:
     """The rest of this process's serving unit: the engine with all its descendants, re-parented or not.
 
     Outside a serving unit none: such a control group is not ours.
     """
-    mine = _group(proc / "self")
+    mine = control_groups(os.getpid())
     if mine is None or not IN_UNIT.search(mine):
         return []
-    pids = [int(entry.name) for entry in proc.iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if pid != os.getpid() and _group(proc / str(pid)) == mine]
+    return [pid for pid in psutil.pids() if pid != os.getpid() and control_groups(pid) == mine]
 
 
-def _group(process: Path) -> str | None:
+def control_groups(pid: int) -> str | None:
+    """A process's control groups (cgroups(7)); None when it is gone."""
     try:
-        return (process / "cgroup").read_text()
+        return Path(f"/proc/{pid}/cgroup").read_text()
     except OSError:
         return None
 
@@ -58,18 +59,16 @@ class Activity:
         return cpu, moved
 
 
-def measure(pids: Sequence[int], gpus: Sequence[int], proc: Path = PROC) -> Activity:
+def measure(pids: Sequence[int], gpus: Sequence[int]) -> Activity:
     """Read the activity of `pids` now."""
     used: dict[int, tuple[float, int]] = {}
     for pid in pids:
-        try:
-            fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
-            io = dict(line.split(": ") for line in (proc / str(pid) / "io").read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        # stat(5): utime and stime. read_bytes has what a mapped file was paged in, rchar what came from the page cache.
-        size = sum(int(io.get(key, 0)) for key in ("rchar", "wchar", "read_bytes"))
-        used[pid] = ((int(fields[11]) + int(fields[12])) / _TICKS, size)
+        # Gone, or another user's. RuntimeError: it ended between two readings, and its file is empty.
+        with suppress(psutil.Error, RuntimeError, ValueError):
+            process = psutil.Process(pid)
+            cpu, io = process.cpu_times(), process.io_counters()
+            # read_bytes has what a mapped file was paged in, read_chars what came from the page cache.
+            used[pid] = (cpu.user + cpu.system, io.read_chars + io.write_chars + io.read_bytes)
     memory = gpu_memory(gpus)
     return Activity(used, sum(memory.values()) if memory else None)
 

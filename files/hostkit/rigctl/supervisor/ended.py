@@ -11,7 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rigctl.supervisor.activity import PROC, gpu_memory, members
+import psutil
+
+from rigctl.supervisor.activity import gpu_memory, members
 from rigctl.supervisor.specification import Specification
 from rigctl.whole_files import read_object, write_json
 
@@ -127,12 +129,13 @@ def end_group(*, polite_seconds: float) -> list[str]:
     return [f"{pid} {line}" for pid, line in found.items()]
 
 
-def command(pid: int, proc: Path = PROC) -> str:
+def command(pid: int) -> str:
     """Command line of a process, shortened; its name where it has none."""
     try:
-        words = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
-        return " ".join(words).strip()[:160] or f"[{(proc / str(pid) / 'comm').read_text().strip()}]"
-    except OSError:
+        process = psutil.Process(pid)
+        words = [] if process.status() == psutil.STATUS_ZOMBIE else process.cmdline()
+        return " ".join(words).strip()[:160] or f"[{process.name()}]"
+    except psutil.Error:
         return "(gone)"
 
 

@@ -11,36 +11,34 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from rigctl.supervisor.activity import PROC
-
 LISTEN = "0A"
 SOCKET = re.compile(r"socket:\[(\d+)\]")
 
 
-def strangers(host: str, port: int, pids: Iterable[int], proc: Path = PROC) -> bool:
+def strangers(host: str, port: int, pids: Iterable[int]) -> bool:
     """Whether a socket listens at the address that none of `pids` holds.
 
     False also where a process's descriptors cannot be read: then nobody is accused. Sources: proc_net_tcp.txt of the
-    kernel's documentation, proc(5).
+    kernel's documentation, proc(5). By inodes, which psutil does not tell: several processes may share a socket.
     """
-    listening = _listening(host, port, proc)
+    listening = _listening(host, port)
     if not listening:
         return False
     held: set[str] = set()
     for pid in pids:
-        found = _sockets(proc / str(pid) / "fd")
+        found = _sockets(Path(f"/proc/{pid}/fd"))
         if found is None:
             return False
         held |= found
     return bool(listening - held)
 
 
-def _listening(host: str, port: int, proc: Path) -> set[str]:
+def _listening(host: str, port: int) -> set[str]:
     address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     found: set[str] = set()
     for table in ("tcp", "tcp6"):
         try:
-            lines = (proc / "net" / table).read_text().splitlines()[1:]
+            lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
         except OSError:
             continue
         for line in lines:

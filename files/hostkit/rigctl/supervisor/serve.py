@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -21,6 +20,7 @@ import requests
 
 from rigctl.checkpoints.precheck import identities
 from rigctl.errors import RigctlError
+from rigctl.notification import notify
 from rigctl.supervisor import ended, prechecks
 from rigctl.supervisor.activity import Patience, measure, members
 from rigctl.supervisor.engine_client import Engine, api_key
@@ -347,13 +347,3 @@ def _exit_text(status: int) -> str:
     if status == -signal.SIGKILL:
         return f"signal SIGKILL: {ended.KILLED}"
     return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
-
-
-def notify(message: str) -> None:
-    """Send a state to systemd (sd_notify(3)); nothing outside a unit."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel, suppress(OSError):
-        channel.connect("\0" + address[1:] if address.startswith("@") else address)
-        channel.sendall(message.encode())
