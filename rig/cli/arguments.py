@@ -6,6 +6,7 @@ import argparse
 import ctypes
 import signal
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
 USAGE = 64
@@ -20,6 +21,19 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         self.exit(USAGE, f"{self.prog}: {message}\n")
+
+
+def hosts_parser(module: str, doc: str | None) -> Parser:
+    """The parser of a command on the hosts of an inventory."""
+    parser = Parser(prog=f"python -m {module}", description=(doc or "").split("\n", 1)[0])
+    parser.add_argument("inventory", help="such as inventory/gpu.py")
+    parser.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern; may be repeated")
+    return parser
+
+
+def limit_options(limits: Sequence[str]) -> list[str]:
+    """pyinfra's options for --limit."""
+    return [word for limit in limits for word in ("--limit", limit)]
 
 
 def end_with_parent() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,11 +15,8 @@ from rig.bench.fairness import is_noise
 from rig.bench.plots import PlottingMissing
 from rig.bench.views import diagnose_point
 from rig.catalog.entries import ROOT
-from rig.catalog.yaml_source import CatalogError
-from rig.cli.arguments import Parser, end_with_parent
-from rig.cli.converge import RunFailed, asked_hosts, pyinfra
-
-FAILED = 1
+from rig.cli.arguments import Parser, end_with_parent, limit_options
+from rig.cli.converge import FAILED, asked_hosts, ended, pyinfra
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -29,7 +25,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     hosts = asked_hosts(arguments.inventory, arguments.limit)
     data = {"bench_sweep": arguments.sweep, "bench_configurations": arguments.configs}
     options = [word for key, value in data.items() if value for word in ("--data", f"{key}={value}")]
-    options += [word for limit in arguments.limit for word in ("--limit", limit)]
+    options += limit_options(arguments.limit)
     environment = {**os.environ, "KIMI_RIG_LEDGER": str(arguments.ledger.resolve())}
     command = pyinfra(*options, arguments.inventory, "benchmark.py", "-y")
     status = subprocess.run(command, check=False, cwd=ROOT, env=environment, preexec_fn=end_with_parent).returncode
@@ -155,15 +151,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Every failure is one message and exit code 1, an interrupt too."""
     arguments = parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    try:
-        code: int = arguments.run(arguments)
-        return code
-    except (ledger.LedgerError, PlottingMissing, CatalogError, RunFailed) as error:
-        print(f"failed: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("failed: interrupted; a sweep goes on on its host, the next run follows it", file=sys.stderr)
-    return FAILED
+    when_interrupted = "a sweep goes on on its host, the next run follows it"
+    return ended(lambda: int(arguments.run(arguments)), when_interrupted, (ledger.LedgerError, PlottingMissing))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import Any
 
 from rig.catalog.entries import ROOT, check_all
 from rig.catalog.yaml_source import CatalogError
-from rig.cli.arguments import Parser, end_with_parent
+from rig.cli.arguments import Parser, end_with_parent, hosts_parser, limit_options
 from rig.cli.connect import talk_text
 from rig.operations.common import PLAN_LOG, REFUSED
 from rig.plan.host_plan import check_listening, chosen_serving, refuse_unknown
@@ -227,7 +227,7 @@ def make_plan(
     if deploy_file == DEPLOY_FILE and not extra:  # options may override any data
         check_values(inventory, hosts)
     with tempfile.NamedTemporaryFile("r", prefix="kimi-rig-plan-") as log:
-        command = [*_limit_options(limits), *extra, inventory, deploy_file, "--dry", "--json"]
+        command = [*limit_options(limits), *extra, inventory, deploy_file, "--dry", "--json"]
         said = {"stderr": subprocess.PIPE} if quiet else {}
         result = _run(inventory, command, stdout=subprocess.PIPE, env={**os.environ, PLAN_LOG: log.name}, **said)
         entries = [json.loads(line) for line in log]
@@ -269,11 +269,7 @@ def plan_of(hosts: list[str], operations: Iterable[dict[str, Any]], entries: Ite
 
 def run_pyinfra(inventory: str, limits: Sequence[str], deploy_file: str, extra: Sequence[str] = ()) -> int:
     """Run a deploy file on the hosts asked for; pyinfra's exit code, which is 0 for some failures too."""
-    return _run(inventory, [*_limit_options(limits), *extra, inventory, deploy_file, "-y"]).returncode
-
-
-def _limit_options(limits: Sequence[str]) -> list[str]:
-    return [word for limit in limits for word in ("--limit", limit)]
+    return _run(inventory, [*limit_options(limits), *extra, inventory, deploy_file, "-y"]).returncode
 
 
 def plan_command(arguments: argparse.Namespace) -> int:
@@ -303,10 +299,9 @@ def deploy_command(arguments: argparse.Namespace) -> int:
     code = plan.exit_code(FAILED)
     if code == FAILED:
         raise RunFailed(f"not converged, this is left to do:\n{plan.text()}")
-    for host in plan.hosts:
-        for text in plan.notices.get(host, []):
-            print(f"{host}: note: {text}")
-        for text in plan.findings.get(host, []):
+    print_notices(plan)
+    for host, findings in plan.findings.items():
+        for text in findings:
             if text not in before.get(host, []):
                 print(f"{host}: {text}")
     print(talk_text(inventory_hosts(arguments.inventory), plan.hosts))
@@ -314,6 +309,13 @@ def deploy_command(arguments: argparse.Namespace) -> int:
     for host, why in plan.pending.items():
         print(f"{host}: reboot pending: {why}")
     return code
+
+
+def print_notices(plan: Plan) -> None:
+    """What changes nothing, and is told at the end of a run."""
+    for host, notices in plan.notices.items():
+        for text in notices:
+            print(f"{host}: note: {text}")
 
 
 def _write_json(plan: Plan, arguments: argparse.Namespace) -> None:
@@ -328,17 +330,21 @@ def _write_json(plan: Plan, arguments: argparse.Namespace) -> None:
         print(f"note: the plan is not kept: {path} cannot be written: {error.strerror}", file=sys.stderr)
 
 
-def ended(work: Callable[[], int], when_interrupted: str) -> int:
-    """The exit code of a command's work; every failure is one message and exit code 1, an interrupt too."""
+def ended(work: Callable[[], int], when_interrupted: str = "", also: tuple[type[Exception], ...] = ()) -> int:
+    """The exit code of a command's work; every failure is one message and exit code 1, an interrupt too.
+
+    also: further exceptions whose message is for the operator.
+    """
     # Also where the caller ignores interrupts (a job in the background): pyinfra would end with 0 and be believed.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+    told: tuple[type[Exception], ...] = (CatalogError, RunFailed, SecretError, *also)
     try:
         return work()
-    except (CatalogError, RunFailed, SecretError) as error:
+    except told as error:
         print(f"failed: {error}", file=sys.stderr)
     except KeyboardInterrupt:
-        print(f"failed: interrupted; {when_interrupted}", file=sys.stderr)
+        print(f"failed: interrupted{when_interrupted and f'; {when_interrupted}'}", file=sys.stderr)
     return FAILED
 
 
@@ -346,10 +352,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `plan` or `deploy`; every failure is one message and exit code 1, an interrupt too."""
     parser = Parser(prog="python -m rig.cli.converge", description=(__doc__ or "").split("\n", 1)[0])
     subparsers = parser.add_subparsers(required=True)
+    hosts = hosts_parser(parser.prog, None)
     for name, run in (("plan", plan_command), ("deploy", deploy_command)):
-        sub = subparsers.add_parser(name)
-        sub.add_argument("inventory", help="such as inventory/gpu.py")
-        sub.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern; may be repeated")
+        sub = subparsers.add_parser(name, parents=[hosts], add_help=False)
         sub.add_argument("--json", help="where to write the plan (default .plan/<inventory>.json)")
         sub.add_argument("--pyinfra", action="append", default=[], help="a further option for pyinfra")
         sub.set_defaults(run=run)

@@ -8,16 +8,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rig.catalog.entries import ROOT, check_all
-from rig.catalog.yaml_source import CatalogError
-from rig.cli.arguments import Parser
-from rig.cli.converge import RunFailed, asked_hosts, pyinfra
+from rig.cli.arguments import Parser, limit_options
+from rig.cli.converge import RunFailed, asked_hosts, ended, pyinfra
 from rig.facts.host import FactsError, parse_host
 from rig.host.explanation import explain_json, explain_text
 from rig.host.topology import decide
@@ -29,9 +27,8 @@ PAGES = "KIMI_RIG_PAGES"
 def live_pages(inventory: str, limits: Sequence[str]) -> list[dict[str, Any]]:
     """The pages of live hosts. Raises RunFailed when one of them could not be read."""
     hosts = asked_hosts(inventory, limits)
-    options = [word for limit in limits for word in ("--limit", limit)]
     with tempfile.NamedTemporaryFile("r", prefix="kimi-rig-pages-") as pages:
-        command = pyinfra(*options, inventory, "tasks/explain.py", "--dry")
+        command = pyinfra(*limit_options(limits), inventory, "tasks/explain.py", "--dry")
         environment = {**os.environ, PAGES: pages.name}
         result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
         found = [json.loads(line) for line in pages]
@@ -63,22 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern; may be repeated")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     arguments = parser.parse_args(argv)
-    try:
+
+    def work() -> int:
         check_all()
-        pages = (
-            [recorded_page(arguments.facts)] if arguments.facts else live_pages(arguments.inventory, arguments.limit)
-        )
-    except (CatalogError, RunFailed) as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("failed: interrupted", file=sys.stderr)
-        return 1
-    if arguments.format == "json":
-        print(json.dumps([page["json"] for page in pages], indent=2))
-    else:
-        print("\n".join(page["text"] for page in pages), end="")
-    return 0
+        facts, inventory = arguments.facts, arguments.inventory
+        pages = [recorded_page(facts)] if facts else live_pages(inventory, arguments.limit)
+        if arguments.format == "json":
+            print(json.dumps([page["json"] for page in pages], indent=2))
+        else:
+            print("\n".join(page["text"] for page in pages), end="")
+        return 0
+
+    return ended(work)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from rig.cli.arguments import Parser
-from rig.cli.converge import CONVERGED, WOULD_CHANGE, RunFailed, ended, make_plan, run_pyinfra
+from rig.cli.arguments import hosts_parser
+from rig.cli.converge import CONVERGED, WOULD_CHANGE, RunFailed, ended, make_plan, print_notices, run_pyinfra
 
 DEPLOY_FILE = "tasks/rollback.py"
 
@@ -31,18 +31,14 @@ def rollback(arguments: argparse.Namespace) -> int:
     left = make_plan(arguments.inventory, arguments.limit, ["--data", "rollback_again=yes"], DEPLOY_FILE)
     if left.changes:
         raise RunFailed(f"not rolled back, this is left to do:\n{left.text()}")
-    for host in left.hosts:
-        for text in left.notices.get(host, []):
-            print(f"{host}: note: {text}")
+    print_notices(left)
     print("rolled back: " + ", ".join(left.hosts))
     return CONVERGED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the rollback; every failure is one message and exit code 1."""
-    parser = Parser(prog="python -m rig.cli.rollback", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("inventory", help="such as inventory/gpu.py")
-    parser.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern; may be repeated")
+    parser = hosts_parser("rig.cli.rollback", __doc__)
     parser.add_argument("--to", help="a state of the host's by its id; default: the one before the present one")
     parser.add_argument("--plan", action="store_true", help="only show what would change")
     arguments = parser.parse_args(argv)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -20,10 +19,9 @@ from typing import Any
 from rig.artifacts.receipt import receipt_items
 from rig.artifacts.rollback_states import rollback_text, rolled_back
 from rig.catalog.entries import check_all
-from rig.catalog.yaml_source import CatalogError
-from rig.cli.arguments import Parser
+from rig.cli.arguments import hosts_parser
 from rig.cli.connect import ssh_words
-from rig.cli.converge import FAILED, RunFailed, asked_hosts, inventory_hosts
+from rig.cli.converge import FAILED, asked_hosts, ended, inventory_hosts
 from rig.host.settings import HostSettings
 from rig.operations.hostkit import hostkit_path
 from rig.plan.host_plan import host_plan
@@ -170,25 +168,22 @@ def status(inventory: str, limits: Sequence[str]) -> list[HostStatus]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the status of all hosts; 0 when every one answered."""
-    parser = Parser(prog="python -m rig.cli.status", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("inventory", help="such as inventory/gpu.py")
-    parser.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern; may be repeated")
+    parser = hosts_parser("rig.cli.status", __doc__)
     parser.add_argument("--json", action="store_true", help="the same as one JSON list")
     arguments = parser.parse_args(argv)
-    try:
+
+    def work() -> int:
         check_all()
         found = status(arguments.inventory, arguments.limit)
-    except (CatalogError, RunFailed) as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        print("failed: interrupted", file=sys.stderr)
-        return FAILED
-    if arguments.json:
-        print(json.dumps([asdict(one) for one in found], indent=2))
-    else:
-        print("\n".join(one.line() for one in found))
-    return 0 if all(one.reached for one in found) else FAILED
+        print(json.dumps([asdict(one) for one in found], indent=2) if arguments.json else lines(found))
+        return 0 if all(one.reached for one in found) else FAILED
+
+    return ended(work)
+
+
+def lines(found: Sequence[HostStatus]) -> str:
+    """One line a host."""
+    return "\n".join(one.line() for one in found)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ The plan is the deploy's own dry run; unit and explanation are what the deploy w
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +12,9 @@ from rig.artifacts.units import unit_file
 from rig.bench import ledger
 from rig.bench.report import markdown
 from rig.catalog.entries import ROOT
-from rig.catalog.yaml_source import CatalogError
 from rig.cli.arguments import Parser
 from rig.cli.connect import talk_text
-from rig.cli.converge import FAILED, RunFailed, inventory_hosts, make_plan
+from rig.cli.converge import ended, inventory_hosts, make_plan
 from rig.facts.host import parse_host
 from rig.host.explanation import explain_text
 from rig.plan.drafter_layers import drafters_text
@@ -75,16 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if unknown := sorted(set(arguments.pages) - set(PAGES)):
         parser.error(f"no page {', '.join(unknown)}; there are {', '.join(PAGES)}")
-    try:
+
+    def work() -> int:
         [host] = inventory_hosts(INVENTORY)
         plan = recorded_plan(host["data"])
         for name in arguments.pages or PAGES:
             title, page = PAGES[name]
             print(f"== {title}\n\n{page(plan)}\n", flush=True)
-    except (CatalogError, RunFailed, ledger.LedgerError) as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return FAILED
-    return 0
+        return 0
+
+    return ended(work, also=(ledger.LedgerError,))
 
 
 if __name__ == "__main__":

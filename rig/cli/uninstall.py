@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rig.cli.arguments import Parser
+from rig.cli.arguments import hosts_parser
 from rig.cli.converge import CONVERGED, FAILED, Plan, RunFailed, ended, make_plan, run_pyinfra
 
 DEPLOY_FILE = "tasks/uninstall.py"
@@ -60,9 +60,7 @@ def uninstall(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the uninstall; every failure is one message and exit code 1."""
-    parser = Parser(prog="python -m rig.cli.uninstall", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("inventory", help="such as inventory/gpu.py")
-    parser.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern; may be repeated")
+    parser = hosts_parser("rig.cli.uninstall", __doc__)
     parser.add_argument("--plan", action="store_true", help="only show what would be removed")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     arguments = parser.parse_args(argv)

@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from rig.sandbox.box import ADDRESS, Box, SandboxError, State
 
 KEEPER = Path(__file__).with_name("keeper.sh")
@@ -301,25 +303,9 @@ def port_owner(port: int) -> str | None:
             return None  # a port below 1024: the box's root may, we may not
         except OSError:
             pass
-    inodes = _listening_inodes(port)
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and inodes & set(_socket_inodes(entry)):
-            return f"pid {entry.name} ({' '.join(arguments(int(entry.name)))[:80]})"
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            listens = (one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
+            if any(one.laddr.port == port for one in listens):
+                return f"pid {process.pid} ({' '.join(process.cmdline())[:80]})"
     return "somebody"
-
-
-def _listening_inodes(port: int) -> set[str]:
-    rows: list[list[str]] = []
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with suppress(OSError):
-            rows += [line.split() for line in Path(table).read_text(encoding="utf-8").splitlines()[1:]]
-    return {row[9] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
-
-
-def _socket_inodes(process: Path) -> Iterator[str]:
-    with suppress(OSError):
-        for descriptor in (process / "fd").iterdir():
-            with suppress(OSError):
-                target = str(descriptor.readlink())
-                if target.startswith("socket:["):
-                    yield target[8:-1]
