@@ -31,6 +31,7 @@ supported:
 .venv/ready: requirements/control.txt files/hostkit/pyproject.toml
 	@$(PYTHON) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "kimi-rig needs Python >= 3.11 with venv (Debian/Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+	@[ ! -L .venv ] || { echo "kimi-rig: .venv is a link to $$(readlink .venv) and would be made anew: remove the link, then run make again; what it leads to is left alone" >&2; exit 1; }
 	@echo "installing the control side into .venv (about a minute)"
 	@rm -rf .venv && $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/control.txt

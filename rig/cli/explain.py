@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rig.artifacts.host_checks import findings
 from rig.catalog.entries import ROOT, check_all
 from rig.cli.arguments import Parser, limit_options
 from rig.cli.converge import RunFailed, asked_hosts, ended, pyinfra
 from rig.facts.host import FactsError, parse_host
 from rig.host.explanation import explain_json, explain_text
 from rig.host.topology import decide
+from rig.plan.drafter_layers import drafters_json, drafters_text
+from rig.plan.host_plan import HostPlan
 
 PAGES = "KIMI_RIG_PAGES"
 """Environment variable: file that tasks/explain.py appends a JSON line a host to."""
@@ -35,6 +38,20 @@ def live_pages(inventory: str, limits: Sequence[str]) -> list[dict[str, Any]]:
     if missing := sorted(set(hosts) - {page["host"] for page in found}):
         raise RunFailed(f"no page for {', '.join(missing)}:\n{result.stderr.strip()}")
     return found
+
+
+def live_page(name: str, plan: HostPlan) -> dict[str, Any]:
+    """Both forms of a live host's page, with what the preflight found."""
+    found = findings(plan)
+    text = explain_text(name, plan.facts, plan.decision) + drafters_text(plan)
+    if found:
+        text += "\nPreflight\n---------\n" + "".join(f"{one}\n" for one in found)
+    document = explain_json(name, plan.facts, plan.decision)
+    document["drafters"] = drafters_json(plan)
+    document["findings"] = [
+        {"severity": one.severity, "code": one.code, "message": one.message, "remedy": one.remedy} for one in found
+    ]
+    return {"host": name, "text": text, "json": document}
 
 
 def recorded_page(path: Path) -> dict[str, Any]:

@@ -255,11 +255,6 @@ class HostFacts:
     unknown: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def pairs(self) -> frozenset[str]:
-        """The kinds of path between two cards that occur."""
-        return frozenset(word for row in self.relations for word in row if word != "X")
-
-    @property
     def distribution(self) -> str:
         """Such as "ubuntu-24.04"; empty when unknown."""
         return f"{self.os_id}-{self.os_version}" if self.os_id and self.os_version else ""

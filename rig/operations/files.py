@@ -93,19 +93,6 @@ def present(entries: Sequence[Entry]) -> Commands:
 
 
 @operation()
-def absent(paths: Sequence[str]) -> Commands:
-    """Remove files that we wrote and that are no longer wanted."""
-    states = host.get_fact(PathStates, paths=list(paths)) if paths else {}
-    gone = [path for path in paths if path in states]
-    if not gone:
-        host.noop("nothing to remove")
-        return
-    for path in gone:
-        note(f"{path} is no longer wanted")
-    yield script(f"rm -f -- {' '.join(map(shlex.quote, gone))}")
-
-
-@operation()
 def secret(path: str, content: bytes) -> Commands:
     """A secret as a file of root's, mode 0600. It travels on standard input and shows up nowhere else."""
     # pyinfra types _stdin as str or list; any object with readlines() is taken and, unlike a str, never printed.

@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 import pytest
 
 from rig.artifacts.checkpoint_orders import checkpoint_files
+from rig.artifacts.engine_inputs import engine_files
 from rig.artifacts.kernel_orders import kernel_files, kernels
 from rig.artifacts.receipt import receipt_items
 from rig.artifacts.rollback_states import known_as, of_state, rollback_text, rolled_back
@@ -17,6 +18,7 @@ from rig.artifacts.units import conflicts, pairs
 from rig.catalog.entries import ROOT
 from rig.host.settings import ACS_UNIT
 from rig.host.system_files import POWER_UNIT
+from rig.operations.base_paths import base_paths
 from rig.operations.files import Directory, File, Link
 from rig.operations.hostkit import SOURCE, hostkit_files, hostkit_path
 from rigctl.contract import layout
@@ -25,8 +27,6 @@ from rigctl.engines.drift import KERNEL_RECORD, read_lock
 from rigctl.engines.environment import LOCK, SERIES
 from rigctl.engines.installed import normalised
 from rigctl.tiny_kimi.checkpoints import checkpoint_files as generated
-from tasks.base import base_paths
-from tasks.engines import engine_inputs
 from tests.host.conftest import Target, json_of, run
 
 
@@ -128,7 +128,7 @@ def test_kernel_libraries(target: Target) -> None:
 
 
 def test_locks_and_patches(target: Target) -> None:
-    assert not differences(target, engine_inputs(target.plan))
+    assert not differences(target, [File(path, content) for path, content in engine_files(target.plan).items()])
 
 
 def test_checkpoint(target: Target, checkpoint: str) -> None:

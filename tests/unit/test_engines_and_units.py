@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from rig.artifacts.engine_inputs import variables
 from rig.artifacts.units import conflicts, one_line, run_specification, systemd_assignment, systemd_quote, unit_file
 from rig.catalog.entries import ROOT, load_catalog
 from rig.catalog.yaml_source import CatalogError
 from rig.host.settings import HostSettings, settings_from_gpus
 from rig.plan.command_lines import Locations, command_line
 from rig.plan.host_plan import HostPlan, _environment_digest, check_listening, host_plan
-from tasks.engines import variables
 
 
 def data(*groups: str, **more: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,3 +53,19 @@ def test_it_answers_in_seconds_on_a_bare_interpreter() -> None:
     assert result.returncode in (0, 1)
     assert bool(result.stderr) == bool(result.returncode)
     assert time.monotonic() - begun < 5
+
+
+def test_a_virtual_environment_that_is_a_link_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").touch()
+    checkout = tmp_path / "checkout"
+    (checkout / "files" / "hostkit").mkdir(parents=True)
+    (checkout / "requirements").mkdir()
+    for name in ("Makefile", "requirements/control.txt", "files/hostkit/pyproject.toml"):
+        (checkout / name).write_bytes((ROOT / name).read_bytes())
+    (checkout / ".venv").symlink_to(tmp_path / "elsewhere")
+    done = subprocess.run(["make", ".venv/ready"], cwd=checkout, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f".venv is a link to {tmp_path}/elsewhere" in done.stderr and "remove the link" in done.stderr
+    assert (checkout / ".venv").is_symlink()
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["kept"]

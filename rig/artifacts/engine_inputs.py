@@ -1,0 +1,39 @@
+"""What engine environments are made from, and what each installed engine is asked before a unit is written. Pure."""
+
+from __future__ import annotations
+
+from rig.catalog.entries import ROOT
+from rig.plan.command_lines import command_line
+from rig.plan.host_plan import HostPlan
+
+
+def engine_files(plan: HostPlan) -> dict[str, bytes]:
+    """Lock files and patches the host's environments are made from, for building and for later comparison: by path."""
+    files = {env.lock_on_host: (ROOT / env.lock).read_bytes() for env in plan.environments.values()}
+    for env in plan.environments.values():
+        if env.release.patches:
+            patches = sorted((ROOT / env.release.patches).glob("*.patch"))
+            files |= {f"{env.series_on_host}/{path.name}": path.read_bytes() for path in patches}
+    return files
+
+
+def command_lines(plan: HostPlan, release: str) -> list[list[str]]:
+    """The command lines of a release's configurations, as its own parser will see them."""
+    env = plan.environments[release]
+    mine = [entry for entry in plan.serving.values() if entry.release == release]
+    drain = plan.data.supervision.drain_seconds
+    return [command_line(entry, env.release, plan.locations(entry), drain) for entry in mine]
+
+
+def variables(plan: HostPlan, release: str) -> dict[str, list[str]]:
+    """Engine variables (VLLM_*, SGLANG_*) that the catalogues set: name -> its configurations of this release.
+
+    Not those that every unit gets, for whichever engine reads them.
+    """
+    found: dict[str, list[str]] = {}
+    for name, entry in plan.serving.items():
+        if entry.release == release:
+            for variable in {**plan.environments[release].release.environment, **entry.environment}:
+                if variable.startswith(("VLLM_", "SGLANG_", "SGL_")):
+                    found.setdefault(variable, []).append(name)
+    return dict(sorted(found.items()))
