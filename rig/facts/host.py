@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rigctl.contract.versions import version_tuple
+from rigctl.contract.comparison import version_tuple
 
 SCHEMA = 1
 # systemd-detect-virt exits 1 for "none", dpkg-query when one of many patterns matches nothing.
+RUNS = ("active", "activating", "reloading")
+"""States of a unit that is at work (systemd's ActiveState)."""
 ANSWER_BY_EXIT_CODE = ("virtualisation", "container", "packages")
 
 
@@ -525,13 +527,17 @@ def parse_command_line(text: str | None) -> tuple[str, ...] | None:
 
 def parse_units(text: str) -> dict[str, Unit]:
     """Existing units of `systemctl show -p Id,LoadState,ActiveState,UnitFileState`."""
-    units = {}
-    for block in text.split("\n\n"):
-        shown = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
-        if shown.get("LoadState") == "loaded":
-            active = shown.get("ActiveState") in ("active", "activating", "reloading")
-            units[shown["Id"]] = Unit(active, shown.get("UnitFileState", "").startswith("enabled"))
-    return units
+    return {
+        name: Unit(shown.get("ActiveState") in RUNS, shown.get("UnitFileState", "").startswith("enabled"))
+        for name, shown in unit_properties(text).items()
+        if shown.get("LoadState") == "loaded"
+    }
+
+
+def unit_properties(text: str) -> dict[str, dict[str, str]]:
+    """Unit -> property -> value of `systemctl show`: one block a unit, with its Id."""
+    blocks = (dict(line.split("=", 1) for line in block.splitlines() if "=" in line) for block in text.split("\n\n"))
+    return {shown.get("Id", ""): shown for shown in blocks if shown}
 
 
 def parse_packages(text: str) -> dict[str, str]:

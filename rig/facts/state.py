@@ -10,6 +10,8 @@ from typing import Any
 
 from pyinfra.api.facts import FactBase
 
+from rig.facts.host import unit_properties
+
 
 @dataclass(frozen=True)
 class Basics:
@@ -143,16 +145,7 @@ class UnitProperties(FactBase[dict[str, dict[str, str]]]):
     default = dict
 
     def process(self, output: Iterable[str]) -> dict[str, dict[str, str]]:
-        units: dict[str, dict[str, str]] = {}
-        current: dict[str, str] = {}
-        for line in [*output, ""]:
-            name, separator, value = line.partition("=")
-            if separator:
-                current[name] = value
-            elif current:
-                units[current.get("Id", "")] = current
-                current = {}
-        return units
+        return unit_properties("\n".join(output))
 
 
 @dataclass(frozen=True)

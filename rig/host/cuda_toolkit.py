@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rig.catalog.entries import Release
-from rigctl.contract.versions import version_tuple
+from rigctl.contract.comparison import version_tuple
 
 BUILD = (12, 8)
 """The first nvcc that knows SM120: below it sgl-kernel's CMakeLists.txt leaves sm_120a out."""

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from rig.facts.host import HostFacts
 from rig.host.settings import ACS_UNIT, Kind, Setting, kernel_token
+from rigctl.contract.comparison import same_value
 
 
 class Standing(StrEnum):
@@ -37,16 +38,6 @@ def reboot_pending(settings: Iterable[Setting], facts: HostFacts) -> list[Settin
     return [one for one in settings if one.needs_reboot and standing(one, facts) in waiting]
 
 
-def same(live: str | None, wanted: str | None) -> bool:
-    """Equal as text, or as numbers in any notation: the driver shows 0x00 as 0."""
-    if live == wanted:
-        return True
-    try:
-        return int(live or "", 0) == int(wanted or "", 0)
-    except ValueError:
-        return False
-
-
 def _live(known: bool, equal: bool) -> Standing:
     if not known:
         return Standing.UNKNOWN
@@ -65,7 +56,7 @@ def _module_option(setting: Setting, facts: HostFacts) -> Standing:
     value = facts.parameter(module, option)
     if value is None:
         return Standing.UNKNOWN
-    return Standing.LIVE if same(value, setting.value) else _staged(f"{option}=", facts)
+    return Standing.LIVE if same_value(value, setting.value) else _staged(f"{option}=", facts)
 
 
 def _staged(text: str, facts: HostFacts) -> Standing:
@@ -77,7 +68,7 @@ def _staged(text: str, facts: HostFacts) -> Standing:
 
 def _sysctl(setting: Setting, facts: HostFacts) -> Standing:
     value = facts.sysctls.get(setting.name)
-    return _live(value is not None, same(value, setting.value))
+    return _live(value is not None, same_value(value, setting.value))
 
 
 def _governor(setting: Setting, facts: HostFacts) -> Standing:

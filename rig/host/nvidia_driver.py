@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from rig.catalog.entries import Release
 from rig.facts.host import HostFacts
-from rigctl.contract.versions import version_tuple
+from rigctl.contract.comparison import version_tuple
 
 
 class Action(StrEnum):

@@ -15,7 +15,7 @@ from rig.host.live_settings import reboot_pending
 from rig.host.memory_fit import Fit
 from rig.host.settings import TIME_UNIT, Confidence, Kind
 from rig.host.topology import REFUSED_ATTENTION, Decision
-from rigctl.contract.versions import version_tuple
+from rigctl.contract.comparison import version_tuple
 
 GIB = 1 << 30
 SHM = "/dev/shm"  # noqa: S108

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import getpass
 import json
 import os
 import shlex
-from collections.abc import Generator, Iterator, Sequence
+import socket
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from pyinfra import host, logger
@@ -27,6 +30,26 @@ REFUSED = "refused: "
 def note(detail: str) -> None:
     """Say in the plan what an operation would do. Call before the first yield: a dry run goes no further."""
     _log(operation=operation_name(), detail=detail)
+
+
+def changes(details: Iterable[str], unchanged: str) -> bool:
+    """Say in the plan what an operation would do; where that is nothing, why. Whether there is something to do."""
+    found = list(details)
+    for detail in found:
+        note(detail)
+    if not found:
+        host.noop(unchanged)
+    return bool(found)
+
+
+def operator() -> str:
+    """Who deploys, from where: for locks and records on the host."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"
+
+
+def now() -> str:
+    """The time, for records on the host."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def reached() -> None:

@@ -6,10 +6,8 @@ the command ends and the kernel lets the lock go. No stale lock can stay behind.
 
 from __future__ import annotations
 
-import getpass
 import os
 import shlex
-import socket
 from datetime import UTC, datetime
 from subprocess import PIPE, Popen
 from typing import Any
@@ -23,7 +21,7 @@ from pyinfra.connectors.local import LocalConnector
 from pyinfra.connectors.ssh import SSHConnector
 from pyinfra.connectors.util import extract_control_arguments, make_unix_command_for_host
 
-from rig.operations.common import Commands, refuse
+from rig.operations.common import Commands, operator, refuse
 from rigctl.contract import layout
 
 LOCK = f"{layout.RUNTIME}/deploy.lock"
@@ -55,8 +53,7 @@ def lock_script(owner: str) -> str:
 
 
 def _acquire() -> str:
-    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    owner = f"{getpass.getuser()}@{socket.gethostname()} (process {os.getpid()}) since {now}"
+    owner = f"{operator()} (process {os.getpid()}) since {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
     given: dict[str, Any] = dict(host.current_op_global_arguments or {})
     arguments: Any = {key: value for key, value in given.items() if key in CONNECTOR_ARGUMENT_KEYS}
     extract_control_arguments(arguments)

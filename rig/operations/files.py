@@ -100,7 +100,7 @@ def secret(path: str, content: bytes) -> Commands:
     if found == "600 root root":
         host.noop(f"{path} is as it should be")
         return
-    note(f"{path}: secret differs" if not found else f"{path}: is {found}, not 600 root root")
+    note(f"{path}: is {found}, not 600 root root" if found else f"{path}: secret differs")
     yield write(File(path, content, mode="0600"), existed=bool(found))
 
 

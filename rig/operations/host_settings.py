@@ -12,7 +12,7 @@ from pyinfra.api import Host, State, operation
 from pyinfra.api.command import FunctionCommand, StringCommand
 from pyinfra.api.exceptions import OperationError
 
-from rig.facts.host import HostFacts
+from rig.facts.host import RUNS, HostFacts
 from rig.facts.report import HostReport
 from rig.facts.servers import Servers
 from rig.facts.state import Lines, UnitProperties
@@ -21,7 +21,7 @@ from rig.host.nvidia_driver import Action, DriverStep
 from rig.host.preflight import Finding, Severity
 from rig.host.settings import Setting
 from rig.host.system_files import HostFile
-from rig.operations.common import Commands, found, note, refuse, remember, remember_packages, script
+from rig.operations.common import Commands, changes, found, note, refuse, remember, remember_packages, script
 from rig.operations.files import Directory, File
 from rig.plan.neighbours import who
 from rigctl.contract import layout
@@ -120,11 +120,9 @@ def taken_over(files: Sequence[HostFile]) -> Commands:
     tests = "; ".join(f"if {one.stale}; then echo {shlex.quote(one.path)}; fi" for one in files if one.stale)
     stale = host.get_fact(Lines, script=tests) if tests else []
     due = [one for one in files if one.path in stale]
-    if not due:
-        host.noop("the system has taken over all files")
+    details = (f"{one.path} is not taken over: {one.refresh}" for one in due)
+    if not changes(details, "the system has taken over all files"):
         return
-    for one in due:
-        note(f"{one.path} is not taken over: {one.refresh}")
     yield script(*(f"{{ {one.refresh}; }} >/dev/null" for one in due))
 
 
@@ -132,11 +130,8 @@ def taken_over(files: Sequence[HostFile]) -> Commands:
 def retired(files: Sequence[str]) -> Commands:
     """Remove files of an earlier decision, undo what units did not, and let the boot files be made anew."""
     there = host.get_fact(Lines, script="ls -d " + " ".join(map(shlex.quote, files))) if files else []
-    if not there:
-        host.noop("nothing of an earlier decision is left")
+    if not changes((f"{path} is no longer wanted" for path in there), "nothing of an earlier decision is left"):
         return
-    for path in there:
-        note(f"{path} is no longer wanted")
     units = [path.rsplit("/", 1)[1] for path in there if path.endswith(".service")]
     yield script(
         *(f"systemctl disable -q --now {unit}" for unit in units),
@@ -158,11 +153,9 @@ def enabled_now(units: Sequence[str]) -> Commands:
         runs = state.get("ActiveState") == "active" and state.get("NeedDaemonReload") != "yes"
         if not absent and not (runs and state.get("UnitFileState") in ("enabled", "static")):
             wrong.append(unit)
-    if not wrong:
-        host.noop(f"{len(units)} units run and start at boot")
+    details = (f"{unit} does not run, or does not start at boot" for unit in wrong)
+    if not changes(details, f"{len(units)} units run and start at boot"):
         return
-    for unit in wrong:
-        note(f"{unit} does not run, or does not start at boot")
     yield script("systemctl daemon-reload", *(f"systemctl enable -q {u}; systemctl restart {u}" for u in wrong))
 
 
@@ -201,9 +194,7 @@ def may_reboot(names: Sequence[str], ports: Sequence[int] = ()) -> Commands:
     """
     units = [layout.unit_name(name) for name in names]
     known = host.get_fact(UnitProperties, units=units) if units else {}
-    running = [
-        unit for unit, state in known.items() if state.get("ActiveState") in ("active", "activating", "reloading")
-    ]
+    running = [unit for unit, state in known.items() if state.get("ActiveState") in RUNS]
     if running:
         yield from refuse(f"{', '.join(running)} runs: `systemctl stop` it, then deploy again to reboot")
         return

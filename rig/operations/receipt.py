@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import json
-import socket
 import subprocess
-from datetime import UTC, datetime
 from functools import cache
 
 from pyinfra import host
@@ -15,7 +12,7 @@ from pyinfra.api import operation
 from rig.artifacts.receipt import FORMAT, merged, receipt_items
 from rig.catalog.entries import ROOT
 from rig.facts.state import JsonFile
-from rig.operations.common import Commands, note, reached, refuse
+from rig.operations.common import Commands, note, now, operator, reached, refuse
 from rig.operations.files import File, write
 from rig.operations.hostkit import hostkit_path
 from rig.plan.host_plan import HostPlan
@@ -43,8 +40,8 @@ def receipt(plan: HostPlan) -> Commands:
     new = merged(
         host.get_fact(JsonFile, path=layout.RECEIPT),
         receipt_items(plan, hostkit_path(plan)),
-        now=datetime.now(UTC).isoformat(timespec="seconds"),
-        by=f"{getpass.getuser()}@{socket.gethostname()}",
+        now=now(),
+        by=operator(),
         version=product_version(),
     )
     if new is None:

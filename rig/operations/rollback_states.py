@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import shlex
-import socket
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -17,7 +14,7 @@ from pyinfra.api import operation
 from rig.artifacts.receipt import merged
 from rig.artifacts.rollback_states import of_state, present_after, state_file, taken_back
 from rig.facts.state import JsonFile, Lines
-from rig.operations.common import Commands, note, notice, reached, refuse, script
+from rig.operations.common import Commands, changes, note, notice, now, operator, reached, refuse, script
 from rig.operations.engine_environments import STAMP, switch
 from rig.operations.files import File, write
 from rig.operations.receipt import product_version
@@ -57,7 +54,9 @@ def recorded(record: Mapping[str, Any]) -> Commands:
         return
     note(f"state {record['id']} is recorded")
     yield write(_json_file(path, record), existed=True)  # below our state directory, which goes as a whole
-    yield write(_json_file(layout.PRESENT_STATE, present_after(record["id"], [], at=_now(), by=_me())), existed=True)
+    yield write(
+        _json_file(layout.PRESENT_STATE, present_after(record["id"], [], at=now(), by=operator())), existed=True
+    )
 
 
 @operation()
@@ -95,14 +94,14 @@ def returned(record: Mapping[str, Any], left: Sequence[str]) -> Commands:
     present, receipt = (host.get_fact(JsonFile, path=path) for path in (layout.PRESENT_STATE, layout.RECEIPT))
     old = receipt["items"] if isinstance(receipt, dict) and isinstance(receipt.get("items"), dict) else {}
     kept = {key: {k: v for k, v in item.items() if k != "since"} for key, item in old.items() if not of_state(key)}
-    new = merged(receipt, {**kept, **record["items"]}, now=_now(), by=_me(), version=product_version())
+    new = merged(receipt, {**kept, **record["items"]}, now=now(), by=operator(), version=product_version())
     if new is None and (present["id"], present.get("rolled_back_from")) == (record["id"], list(left)):
         host.noop(f"state {record['id']} is in place")
         return
     note(f"state {record['id']} is in place of {present['id']}")
     if new is not None:
         yield write(File(layout.RECEIPT, json.dumps(new, indent=2).encode() + b"\n"), existed=True)
-    entry = present_after(record["id"], left, at=_now(), by=_me())
+    entry = present_after(record["id"], left, at=now(), by=operator())
     yield write(_json_file(layout.PRESENT_STATE, entry), existed=True)
 
 
@@ -119,11 +118,9 @@ def pruned(ml_env: str, current: Sequence[str]) -> Commands:
     for line in found:
         if line.startswith("used "):
             notice(f"{line.partition(' ')[2]} stays: a process or a unit still uses it")
-    if not unneeded:
-        host.noop("no environment is left that no state needs")
+    details = (f"{path} is no longer needed" for path in unneeded)
+    if not changes(details, "no environment is left that no state needs"):
         return
-    for path in unneeded:
-        note(f"{path} is no longer needed")
     yield script(shlex.join(command))
 
 
@@ -134,11 +131,3 @@ def environments(record: Mapping[str, Any]) -> list[str]:
 
 def _json_file(path: str, content: Mapping[str, Any]) -> File:
     return File(path, json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _me() -> str:
-    return f"{getpass.getuser()}@{socket.gethostname()}"

@@ -11,7 +11,7 @@ from pyinfra import host, logger
 from pyinfra.api import operation
 
 from rig.facts.state import InstalledPackages, Lines, PathStates, UnitProperties
-from rig.operations.common import Commands, note, notice, pending, refuse, remember, remember_packages, script
+from rig.operations.common import Commands, changes, note, notice, pending, refuse, remember, remember_packages, script
 from rig.operations.files import File, difference
 from rigctl.contract import layout
 
@@ -21,10 +21,9 @@ def packages(names: Sequence[str]) -> Commands:
     """Install missing Debian packages. The index is refreshed only then, so a later deploy reports no change."""
     installed = host.get_fact(InstalledPackages, packages=list(names))
     missing = sorted(set(names).difference(installed))
-    if not missing:
-        host.noop(f"{len(names)} packages are installed")
+    details = [f"packages to install: {', '.join(missing)}"] if missing else []
+    if not changes(details, f"{len(names)} packages are installed"):
         return
-    note(f"packages to install: {', '.join(missing)}")
     quoted = " ".join(map(shlex.quote, missing))
     apt = (
         "DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l apt-get -qy -o DPkg::Lock::Timeout=300 "
@@ -80,13 +79,10 @@ def enabled_at_boot(wanted: str | None, units: Sequence[str]) -> Commands:
     missing = [] if wanted is None or wanted in enabled else [wanted]
     if wanted in enabled and known[wanted].get("ActiveState") in ("inactive", "failed"):
         notice(f"{wanted} starts at boot and is stopped: a deploy starts nothing, `systemctl start {wanted}` does")
-    if not surplus and not missing:
-        host.noop(f"{wanted or 'no serving unit'} is started at boot")
+    details = [f"{unit} is no longer started at boot" for unit in surplus]
+    details += [f"{unit} is started at boot" for unit in missing]
+    if not changes(details, f"{wanted or 'no serving unit'} is started at boot"):
         return
-    for unit in surplus:
-        note(f"{unit} is no longer started at boot")
-    for unit in missing:
-        note(f"{unit} is started at boot")
     yield script(
         *(f"systemctl disable -q {unit}" for unit in surplus),
         *(f"systemctl enable -q {unit}" for unit in missing),
@@ -107,11 +103,9 @@ def retired_units(keep: Sequence[str]) -> Commands:
             f"{', '.join(running)} still runs but is no longer in the catalogue: `systemctl stop` it and deploy again"
         )
         return
-    if not strays:
-        host.noop("no unit of a removed configuration")
+    details = (f"{unit}: its configuration is gone" for unit in sorted(strays))
+    if not changes(details, "no unit of a removed configuration"):
         return
-    for unit in sorted(strays):
-        note(f"{unit}: its configuration is gone")
     names = [unit.removeprefix("kimi-").removesuffix(".service") for unit in sorted(strays)]
     yield script(
         f"systemctl disable -q {' '.join(sorted(strays))} || true",

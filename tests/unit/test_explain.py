@@ -9,9 +9,10 @@ import pytest
 
 from rig.facts.host import Bridge, Driver, HostFacts, Unit
 from rig.host.explanation import explain_json, explain_text
-from rig.host.live_settings import Standing, reboot_pending, same, standing
+from rig.host.live_settings import Standing, reboot_pending, standing
 from rig.host.settings import ACS_UNIT, PERSISTENCE_UNIT
 from rig.host.topology import FORCE_P2P, decide
+from rigctl.contract.comparison import same_value
 from tests.unit import host_archetypes as hosts
 
 
@@ -85,10 +86,10 @@ def test_a_driver_that_is_not_loaded_is_not_waited_for() -> None:
 
 
 def test_numbers_are_equal_in_any_notation() -> None:
-    assert same("0", "0x00")
-    assert same("abc", "abc")
-    assert not same("3", "0x00")
-    assert not same(None, "0")
+    assert same_value("0", "0x00")
+    assert same_value("abc", "abc")
+    assert not same_value("3", "0x00")
+    assert not same_value(None, "0")
 
 
 def test_page_names_override_pending_and_unknown() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rigctl.contract.versions import version_tuple
+from rigctl.contract.comparison import version_tuple
 from rigctl.errors import RigctlError
 
 KEY = "eagle_aux_hidden_state_layer_ids"

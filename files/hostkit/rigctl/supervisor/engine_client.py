@@ -87,12 +87,8 @@ class Engine:
         **more: Any,
     ) -> dict[str, Any]:
         """One chat completion; the first choice of the answer, with its message."""
-        body = {"model": self.specification.model, "messages": list(messages), "max_tokens": max_tokens, **more}
-        if temperature is not None:
-            body["temperature"] = temperature
-        response = self._session.post(f"{self.specification.base_url}/v1/chat/completions", json=body, timeout=timeout)
-        response.raise_for_status()
-        choice: dict[str, Any] = response.json()["choices"][0]
+        parameters = more if temperature is None else {**more, "temperature": temperature}
+        choice: dict[str, Any] = self._complete(messages, timeout, max_tokens=max_tokens, **parameters)["choices"][0]
         return choice
 
     def ready(self, timeout: float = 5) -> bool:
@@ -140,16 +136,18 @@ class Engine:
 
     def completion(self, prompt: str, *, timeout: float = 300, **parameters: Any) -> dict[str, Any]:
         """The whole answer to one user message, with its usage."""
-        body = {"model": self.specification.model, "messages": [{"role": "user", "content": prompt}], **parameters}
-        response = self._session.post(f"{self.specification.base_url}/v1/chat/completions", json=body, timeout=timeout)
-        response.raise_for_status()
-        answer: dict[str, Any] = response.json()
+        return self._complete([{"role": "user", "content": prompt}], timeout, **parameters)
+
+    def _complete(self, messages: Sequence[Mapping[str, Any]], timeout: float, **parameters: Any) -> dict[str, Any]:
+        body = {"model": self.specification.model, "messages": list(messages), **parameters}
+        answer: dict[str, Any] = self.post("v1/chat/completions", body, timeout=timeout).json()
         return answer
 
-    def post(self, path: str, content: Mapping[str, Any] | None = None, *, timeout: float) -> None:
+    def post(self, path: str, content: Mapping[str, Any] | None = None, *, timeout: float) -> requests.Response:
         """POST, such as start_profile, without a body or with JSON."""
-        url = f"{self.specification.base_url}/{path}"
-        self._session.post(url, json=content, timeout=timeout).raise_for_status()
+        response = self._session.post(f"{self.specification.base_url}/{path}", json=content, timeout=timeout)
+        response.raise_for_status()
+        return response
 
     def _get(self, path: str, timeout: float) -> requests.Response:
         response = self._session.get(self.specification.base_url + path, timeout=timeout)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rigctl.contract.run_specification import LiveSettings
+from rigctl.contract.comparison import same_value
 from rigctl.errors import RigctlError
 from rigctl.nvidia_smi import nvidia_smi
 from rigctl.supervisor.prechecks import WARNING
@@ -38,16 +39,8 @@ def _differing(readings: list[Reading]) -> list[str]:
     return [
         f"{name} {wanted} (is {found or 'absent'})"
         for name, wanted, found in readings
-        if found is not None and not _same(found, wanted)
+        if found is not None and not same_value(found, wanted)
     ]
-
-
-def _same(found: str, wanted: str) -> bool:
-    """Equal as text or as numbers in any notation: the driver shows 0x00 as 0."""
-    try:
-        return found == wanted or int(found, 0) == int(wanted, 0)
-    except ValueError:
-        return False
 
 
 def _boot_time(wanted: LiveSettings, root: Path) -> Iterator[Reading]:
