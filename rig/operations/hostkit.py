@@ -13,12 +13,13 @@ from pathlib import Path
 from pyinfra import host
 from pyinfra.api import operation
 
-from rig.catalog.entries import ROOT, GeneratorSource
+from rig.catalog.entries import ROOT
 from rig.facts.state import Lines
 from rig.operations import jobs
 from rig.operations.common import Commands, note, remember, script
 from rig.plan.host_plan import HostPlan
 from rigctl.contract import layout
+from rigctl.contract.sources import GeneratorSource
 
 SOURCE = ROOT / "files" / "hostkit"
 GENERATOR = "tiny_kimi"

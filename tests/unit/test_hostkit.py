@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from rig.catalog.entries import DirectorySource
 from rig.operations.hostkit import (
     CONTENT,
     SOURCE,
@@ -24,6 +23,7 @@ from rig.operations.hostkit import (
 )
 from rig.plan.host_plan import HostPlan
 from rigctl.contract import layout
+from rigctl.contract.sources import DirectorySource
 from tests.unit.test_engines_and_units import box_plan
 from tests.unit.test_operations import apply
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rigctl.contract.run_specification import LiveSettings
 from rigctl.contract.comparison import same_value
+from rigctl.contract.run_specification import LiveSettings
 from rigctl.errors import RigctlError
 from rigctl.nvidia_smi import nvidia_smi
 from rigctl.supervisor.prechecks import WARNING
