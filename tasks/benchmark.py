@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from pyinfra import host
 from pyinfra.api import deploy
@@ -23,6 +22,7 @@ from rig.operations.deploy_lock import deploy_lock
 from rig.operations.files import File, present
 from rig.plan.host_plan import HostPlan
 from rigctl.contract import layout
+from rigctl.contract.sweep import CellResult, HostFacts
 
 LEDGER = "KIMI_RIG_LEDGER"
 """Environment variable: another directory for the ledger."""
@@ -47,7 +47,7 @@ def benchmark(plan: HostPlan) -> None:
     directory = Path(os.environ.get(LEDGER) or ledger.DIRECTORY)
     name = host.name.removeprefix("@").replace("/", "-")
 
-    def keep(cell: Mapping[str, Any], facts: Any) -> None:
+    def keep(cell: CellResult, facts: HostFacts) -> None:
         try:
             ledger.append(to_result(cell, sweep, derived, name, facts), directory)
         except ledger.LedgerError as error:

@@ -6,7 +6,7 @@ many tokens were drafted, so it is the same thing in every engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -80,19 +80,9 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def acceptance_length(drafts: int, accepted: int) -> float | None:
-    """1 + accepted drafts a step; None before the first step."""
-    return 1 + accepted / drafts if drafts else None
-
-
 def proper_rate(length: float, steps: int) -> float:
     """Accepted share of the drafted tokens (0 to 1, bonus token not counted) that belongs to an acceptance length."""
     return (length - 1) / steps
-
-
-def by_position(drafts: int, accepted_at: Sequence[int]) -> list[float]:
-    """Share of the steps in which the token at each position was accepted; falls from left to right."""
-    return [accepted / drafts for accepted in accepted_at] if drafts else []
 
 
 def step_cost(length: float, speedup: float) -> float:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import median
+from statistics import fmean, median
 
 from rig.bench.acceptance_units import DEFINITIONS, proper_rate, step_cost
 from rig.bench.fairness import (
@@ -20,6 +20,7 @@ from rig.bench.fairness import (
     warm_speeds,
 )
 from rig.bench.ledger import Reference, Result
+from rigctl.contract.sweep import Counters
 
 RULE = (
     "At each load the configuration with the highest median of total output tokens a second wins. Configurations whose "
@@ -74,35 +75,37 @@ class Point:
     findings: Sequence[Finding]
 
     @cached_property
+    def counters(self) -> Counters:
+        """Drafts over all rounds."""
+        counted = [measured.counters for measured in self.result.rounds if measured.counters.drafts]
+        return Counters(
+            drafts=sum(one.drafts or 0 for one in counted),
+            drafted=sum(one.drafted or 0 for one in counted),
+            accepted=sum(one.accepted or 0 for one in counted),
+            accepted_at=[sum(column) for column in zip(*(one.accepted_at for one in counted), strict=False)],
+        )
+
+    @cached_property
     def length(self) -> float | None:
         """Acceptance length over all rounds, from counters; else the mean of the engine's gauge (see gauged)."""
-        counted = [measured.counters for measured in self.result.rounds if measured.counters.drafts]
-        drafts = sum(counters.drafts or 0 for counters in counted)
-        if drafts:
-            return 1 + sum(counters.accepted or 0 for counters in counted) / drafts
         gauges = [value for m in self.result.rounds if (value := m.observed.own_length_mean) is not None]
-        return sum(gauges) / len(gauges) if gauges else None
+        return self.counters.length or (fmean(gauges) if gauges else None)
 
     @property
     def gauged(self) -> bool:
         """True when the acceptance length comes from a gauge, because the release exports no counters."""
-        return self.length is not None and not any(measured.counters.drafts for measured in self.result.rounds)
+        return self.length is not None and not self.counters.drafts
 
-    @cached_property
+    @property
     def positions(self) -> list[float]:
         """Accepted share by position over all rounds."""
-        counted = [m.counters for m in self.result.rounds if m.counters.drafts and m.counters.accepted_at]
-        drafts = sum(counters.drafts or 0 for counters in counted)
-        return (
-            [sum(column) / drafts for column in zip(*(c.accepted_at for c in counted), strict=True)] if drafts else []
-        )
+        return self.counters.positions
 
-    @cached_property
+    @property
     def rate(self) -> float | None:
         """Accepted share of the drafted tokens."""
-        drafted = sum(measured.counters.drafted or 0 for measured in self.result.rounds)
-        if drafted:
-            return sum(measured.counters.accepted or 0 for measured in self.result.rounds) / drafted
+        if self.counters.drafted:
+            return (self.counters.accepted or 0) / self.counters.drafted
         drafter = self.result.configuration.drafter
         return proper_rate(self.length, drafter.steps) if self.length is not None and drafter else None
 

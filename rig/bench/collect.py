@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -12,74 +10,53 @@ from rig.bench import ledger
 from rig.bench.sweeps import HostSweep, prompts_digest
 from rig.bench.variants import Derived
 from rig.catalog.entries import Checkpoint, Configuration
-from rig.plan.host_plan import HostPlan
+from rigctl.contract.sweep import CellResult, HostFacts, ModelFacts
 
 
-def to_result(
-    cell: Mapping[str, Any], sweep: HostSweep, derived: Derived, host: str, facts: Mapping[str, Any]
-) -> ledger.Result:
-    """One cell as `rigctl bench` wrote it, with what is known of host and configuration.
-
-    facts: the output of `rigctl bench host`. Raises LedgerError when the cell is not what this version knows.
-    """
-    workload = next(w for w in sweep.document["workloads"] if w["id"] == cell["workload"])
-    stamp = "".join(c for c in cell["at"] if c.isalnum()).lower()
+def to_result(cell: CellResult, sweep: HostSweep, derived: Derived, host: str, facts: HostFacts) -> ledger.Result:
+    """One cell with what is known of host and configuration. Raises LedgerError for a cell that the sweep has not."""
+    if (cell.configuration, cell.workload) not in sweep.order.pairs:
+        raise ledger.LedgerError(f"{cell.configuration}, {cell.workload}: not a result of sweep {sweep.order.id}")
+    workload = sweep.order.workload(cell.workload)
+    stamp = "".join(c for c in cell.at if c.isalnum()).lower()
+    same = ("at", "status", "cause", "order", "warmup_rounds", "warmup_stable", "rounds", "profile")
     try:
-        return ledger.Result.model_validate(
-            {
-                "id": f"{cell['configuration']}-{cell['workload']}-{stamp}",
-                "at": cell["at"],
-                "sweep": sweep.name,
-                "host": host,
-                "hardware": facts["hardware"],
-                "configuration": served_as(derived, cell["configuration"], cell["digest"], facts),
-                "workload": _workload(workload, cell),
-                "receipt": {key: facts.get(key) for key in ("receipt", "driver", "kernel")},
-                **{
-                    key: cell[key]
-                    for key in ("status", "cause", "order", "warmup_rounds", "warmup_stable")
-                    if key in cell
-                },
-                "rounds": [{key: value for key, value in r.items() if key != "generator"} for r in cell["rounds"]],
-                "profile": cell.get("profile", {}),
-            }
+        return ledger.Result(
+            id=f"{cell.configuration}-{cell.workload}-{stamp}",
+            sweep=sweep.name,
+            host=host,
+            hardware=facts.hardware,
+            configuration=served_as(derived, cell.configuration, cell.digest, facts),
+            workload=ledger.Workload(
+                **workload.model_dump(exclude={"id"}),
+                prompts_sha256=prompts_digest(workload.prompts),
+                cache="fresh",
+                generator=cell.generator or "aiperf",
+            ),
+            receipt=facts.model_dump(include={"receipt", "driver", "kernel"}),
+            **{key: getattr(cell, key) for key in same},
         )
-    except (ValidationError, KeyError) as error:
-        raise ledger.LedgerError(
-            f"{cell.get('configuration')}, {cell.get('workload')}: not a result: {error}"
-        ) from None
+    except ValidationError as error:
+        raise ledger.LedgerError(f"{cell.configuration}, {cell.workload}: not a result: {error}") from None
 
 
-def _workload(workload: Mapping[str, Any], cell: Mapping[str, Any]) -> dict[str, Any]:
-    known = {key: value for key, value in workload.items() if key != "id"}
-    generators = {measured["generator"] for measured in cell["rounds"]}
-    return {
-        **known,
-        "prompts_sha256": prompts_digest(workload["prompts"]),
-        "cache": "fresh",
-        "generator": ", ".join(sorted(generators)) or "aiperf",
-    }
-
-
-def served_as(derived: Derived, name: str, digest: str, facts: Mapping[str, Any]) -> ledger.ServedAs:
+def served_as(derived: Derived, name: str, digest: str, facts: HostFacts) -> ledger.ServedAs:
     """The configuration as the ledger has it."""
-    plan: HostPlan = derived.plan
+    plan = derived.plan
     configuration = plan.serving[name]
     release = plan.environments[configuration.release].release
-    models = facts.get("models", {})
     speculation = configuration.speculation
     drafter = _by_flags(configuration)
     if speculation is not None:
         entry = plan.checkpoints[speculation.drafter]
-        ids = models.get(plan.checkpoint_paths[speculation.drafter], {}).get("layer_ids")
         drafter = ledger.Drafter(
             name=speculation.drafter,
             steps=speculation.steps,
             draft_tokens=speculation.draft_tokens if release.engine == "sglang" else None,
             targets=trained_for(entry),
-            layer_ids=ids,
+            layer_ids=facts.models.get(plan.checkpoint_paths[speculation.drafter], ModelFacts()).layer_ids,
         )
-    layers = models.get(plan.checkpoint_paths[configuration.target], {}).get("layers")
+    layers = facts.models.get(plan.checkpoint_paths[configuration.target], ModelFacts()).layers
     return ledger.ServedAs(
         name=name,
         engine=release.engine,

@@ -9,10 +9,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
-from rig.bench.acceptance_units import DEFINITIONS, Drafting, acceptance_length, by_position
+from rig.bench.acceptance_units import DEFINITIONS, Drafting
 from rig.catalog.entries import ROOT
+from rigctl.contract.order import Part
+from rigctl.contract.sweep import Load, Round
 
 DIRECTORY = ROOT / "ledger"
 
@@ -21,17 +23,13 @@ class LedgerError(Exception):
     """A ledger that cannot be read or written. The message names the file and what to do."""
 
 
-class Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Drafter(Record):
+class Drafter(Part):
     """How a configuration speculates. rate_definition: key of rig.bench.acceptance_units.DEFINITIONS."""
 
     name: str
     steps: int
     draft_tokens: int | None = None
-    targets: list[str] = []
+    targets: list[str] = Field(default_factory=list)
     layer_ids: list[int] | None = None
 
     @property
@@ -39,7 +37,7 @@ class Drafter(Record):
         return Drafting(self.steps, self.draft_tokens)
 
 
-class ServedAs(Record):
+class ServedAs(Part):
     """The serving configuration a result belongs to, as far as it bears on speed and fairness."""
 
     name: str
@@ -51,7 +49,7 @@ class ServedAs(Record):
     max_running_requests: int | None = None
     """As configured; None: left to the engine."""
     context_length: int | None = None
-    details: dict[str, Any] = {}
+    details: dict[str, Any] = Field(default_factory=dict)
     """The whole catalogue entry, and the digest the unit was started with."""
 
     @property
@@ -65,99 +63,18 @@ class ServedAs(Record):
         return self.max_running_requests
 
 
-class Workload(Record):
+class Workload(Load):
     """What was asked, the same for every configuration that is compared."""
 
-    prompts: str
     prompts_sha256: str
-    context: int
-    """Tokens of filler in front of each prompt; 0 is none."""
-    concurrency: int
-    requests: int
-    """A round's number of requests."""
-    output_tokens: int
-    """Most tokens an answer may have."""
-    ignore_eos: bool
-    temperature: float
     top_p: float = 1.0
-    seed: int
     cache: Literal["fresh", "reused"]
     """fresh: every round has prompts of its own, so no prefix is found in the engine's cache."""
     generator: str
     """Load generator with its version."""
 
 
-class Distribution(Record):
-    """Milliseconds."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-
-
-class Counters(Record):
-    """What the engine counted over exactly the measured window."""
-
-    generated_tokens: int | None = None
-    prompt_tokens: int | None = None
-    preemptions: int | None = None
-    drafts: int | None = None
-    drafted: int | None = None
-    accepted: int | None = None
-    accepted_at: list[int] = []
-    own_rate: float | None = None
-    """The engine's own rate at the end of the window; Round.own_rate_definition says what it means."""
-
-    @property
-    def length(self) -> float | None:
-        """Acceptance length over the window."""
-        if self.drafts is None or self.accepted is None:
-            return None
-        return acceptance_length(self.drafts, self.accepted)
-
-    @property
-    def positions(self) -> list[float]:
-        return by_position(self.drafts or 0, self.accepted_at)
-
-
-class Observed(Record):
-    """Gauges sampled during the window."""
-
-    samples: int = 0
-    running_max: float | None = None
-    running_mean: float | None = None
-    waiting_max: float | None = None
-    waiting_mean: float | None = None
-    kv_use_max: float | None = None
-    """Share of the KV cache, 0 to 1."""
-    own_length_mean: float | None = None
-    """SGLang's gauge of the acceptance length, where its release counts no verifications."""
-    gpus: list[dict[str, float | str]] = []
-    """One entry a GPU: name, power_w, clock_mhz, memory_mib (means), where there are GPUs."""
-
-
-class Round(Record):
-    """One measured window. seconds: from the first request to the last answer."""
-
-    seconds: float
-    requests: int
-    errors: int
-    prompt_tokens: int
-    output_tokens: int
-    """Tokens the server said it made, summed over the answers."""
-    output_tok_s: float
-    stream_tok_s: float
-    """Median over the requests: output tokens after the first / time after the first token."""
-    ttft_ms: Distribution
-    itl_ms: Distribution
-    e2e_ms: Distribution
-    counters: Counters = Counters()
-    observed: Observed = Observed()
-    error_summary: list[str] = []
-
-
-class Result(Record):
+class Result(Part):
     """One cell: a configuration under one workload, measured in several rounds, or the reason why it failed."""
 
     kind: Literal["measured"] = "measured"
@@ -176,12 +93,12 @@ class Result(Record):
     warmup_stable: bool | None = None
     order: int = 0
     """The cell's number since the engine was started."""
-    rounds: list[Round] = []
-    receipt: dict[str, Any] = {}
-    profile: dict[str, float] = {}
+    rounds: list[Round] = Field(default_factory=list)
+    receipt: dict[str, Any] = Field(default_factory=dict)
+    profile: dict[str, float] = Field(default_factory=dict)
 
 
-class Acceptance(Record):
+class Acceptance(Part):
     """A reported acceptance rate, read by one definition (a key of rig.bench.acceptance_units.DEFINITIONS)."""
 
     rate: float
@@ -192,7 +109,7 @@ class Acceptance(Record):
         return DEFINITIONS[self.definition].to_length(self.rate, drafting)
 
 
-class Figure(Record):
+class Figure(Part):
     """A reported number. low and high: a reported range."""
 
     what: Literal["single_stream_tok_s", "peak_tok_s", "output_tok_s", "ratio_to_base", "prefill_tok_s", "kv_tokens"]
@@ -209,7 +126,7 @@ class Figure(Record):
         return f"{self.low:,g}-{self.high:,g}" if self.low is not None and self.high is not None else ""
 
 
-class Reference(Record):
+class Reference(Part):
     """Numbers other people measured: reported, not measured by us."""
 
     kind: Literal["reference"]
@@ -224,7 +141,7 @@ class Reference(Record):
     base: str | None = None
     """Id of the reference entry this one is compared with."""
     figures: list[Figure]
-    acceptance: list[Acceptance] = []
+    acceptance: list[Acceptance] = Field(default_factory=list)
     """Every reading that is possible, where the report does not say which one it is."""
     note: str = ""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rig.bench.sweeps import Sweep
+from rig.bench.sweeps import SweepEntry
 from rig.catalog.entries import Checkpoint, Configuration
 from rig.catalog.yaml_source import CatalogError
 from rig.plan.host_plan import HostPlan
@@ -39,7 +39,7 @@ class Derived:
     drafters: Sequence[ShiftedDrafter]
 
 
-def derive(plan: HostPlan, sweep: Sweep, configurations: Sequence[str]) -> Derived:
+def derive(plan: HostPlan, sweep: SweepEntry, configurations: Sequence[str]) -> Derived:
     """Apply a sweep's variants to each configuration; without variants the configurations themselves.
 
     Raises CatalogError for an unknown configuration, and for a variant that serving.yaml would not accept.

@@ -139,9 +139,7 @@ def _speed_row(point: Point) -> list[Cell]:
     rounds, name = point.result.rounds, point.result.id
     counted = [measured.counters.generated_tokens for measured in rounds]
     total = sum(value for value in counted if value is not None)
-    watts = [
-        sum(float(gpu["power_w"]) for gpu in measured.observed.gpus) for measured in rounds if measured.observed.gpus
-    ]
+    watts = [sum(gpu.power_w for gpu in measured.observed.gpus) for measured in rounds if measured.observed.gpus]
     share = point.result.profile.get("all_reduce_share")
     low, high = (Number(value, 1, name, "rounds.output_tok_s:" + which) for value, which in _range(point))
     return [

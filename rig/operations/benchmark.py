@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TypeVar
 
 from pyinfra import host, logger
 from pyinfra.api import operation
@@ -18,9 +18,13 @@ from rig.operations import jobs
 from rig.operations.common import Commands, note, remember, script
 from rigctl.contract import layout
 from rigctl.contract.environment_build import EnvironmentBuild
+from rigctl.contract.order import Order
+from rigctl.contract.sweep import CellResult, HostFacts, cell_file
 
 # A sweep of many configurations with long loads; systemd ends it after this.
 LIMIT_SECONDS = 7 * 24 * 3600
+
+Answered = TypeVar("Answered", bound=Order)
 
 
 def generator_environment(path: str, python: str, lock: str, cache: str, wheels: str | None) -> EnvironmentBuild:
@@ -96,38 +100,38 @@ def removed(derived: Derived) -> Commands:
 
 
 @operation()
-def measured(sweep: HostSweep, models: Sequence[str], keep: Callable[[Mapping[str, Any], Any], None]) -> Commands:
+def measured(sweep: HostSweep, models: Sequence[str], keep: Callable[[CellResult, HostFacts], None]) -> Commands:
     """Every cell of the sweep is measured and handed to `keep`, with the facts of the host.
 
     The job runs on the host and survives a lost connection; one that was interrupted goes on where it ended.
     """
-    note(f"{len(sweep.cells)} cells of {len(sweep.document['cells'])} configurations are measured (sweep {sweep.id})")
+    order = sweep.order
+    note(f"{len(order.pairs)} cells of {len(order.cells)} configurations are measured (sweep {order.id})")
     for cell in sweep.skipped:
         note(f"skipped, it does not fit into the context: {cell}")
     path = f"{sweep.directory}/sweep.json"
-    names = [f"{sweep.directory}/cells/{name}+{workload}.json" for name, workload in sweep.cells]
     yield script(
         remember("directory", str(PurePosixPath(sweep.directory).parent)),
         f"mkdir -p {sweep.directory}",
         f"base64 -d > {path}.new",
         f"mv -f {path}.new {path}",
-        content=json.dumps(sweep.document).encode(),
+        content=order.text().encode(),
     )
     yield from jobs.run(
         jobs.LongJob(
-            unit=f"kimi-bench-{sweep.id}",
+            unit=f"kimi-bench-{order.id}",
             argv=[layout.RIGCTL, "bench", "run", path],
-            proof=" && ".join(f"[ -e {shlex.quote(name)} ]" for name in names),
+            proof=" && ".join(f"[ -e {shlex.quote(f'{sweep.directory}/{cell_file(*one)}')} ]" for one in order.pairs),
             limit_seconds=LIMIT_SECONDS,
         )
     )
-    facts = _json_lines(shlex.join([layout.RIGCTL, "bench", "host", *models]))[0]
-    for cell in _json_lines(f"{layout.RIGCTL} bench results {path}"):
-        keep(cell, facts)
-    logger.info(f"{host.print_prefix}{len(sweep.cells)} cells are in the ledger")
+    [facts] = _orders(HostFacts, shlex.join([layout.RIGCTL, "bench", "host", *models]))
+    for result in _orders(CellResult, f"{layout.RIGCTL} bench results {path}"):
+        keep(result, facts)
+    logger.info(f"{host.print_prefix}{len(order.pairs)} cells are in the ledger")
     # Kept until the next one of its kind, for whoever wants to look; a new run measures anew.
     yield script(f"rm -rf {sweep.directory}.done", f"mv -T {sweep.directory} {sweep.directory}.done")
 
 
-def _json_lines(command: str) -> list[Any]:
-    return [json.loads(line) for line in host.get_fact(Lines, script=command)]
+def _orders(kind: type[Answered], command: str) -> list[Answered]:
+    return [kind.parse(json.loads(line), command) for line in host.get_fact(Lines, script=command)]

@@ -17,8 +17,8 @@ from statistics import median
 from urllib.parse import urlsplit
 
 from rigctl.bench.load import Generator, parameters
-from rigctl.bench.plan import Workload
-from tests.bench.ceiling import specification
+from rigctl.contract.sweep import Workload
+from tests.bench.ceiling import specification, workload
 
 ALLOWED = (0.97, 1.03)
 QUESTIONS = ("What is a token?", "Name three rivers.", "Why is the sky blue?", "Count to ten.")
@@ -95,21 +95,19 @@ def main() -> int:
     # engine fills, so is when a client gets to look at a token (vLLM 0.32.0 on CPU).
     for name, concurrency in (("single stream", 1), ("peak", arguments.concurrency)):
         requests = max(arguments.requests, 8 * concurrency)
-        workload = Workload("w", "x", 0, concurrency, requests, arguments.tokens, True, 0.0, 1.0, 1)
+        load = workload(concurrency, requests, arguments.tokens)
         ours, theirs = [], []
         for number in range(arguments.rounds + 1):
             with tempfile.TemporaryDirectory() as directory:
-                texts = prompts(workload.requests, f"A{number}")
-                measured = generator.measure(
-                    workload, specification(port, arguments.model), texts, Path(directory) / "r"
+                texts = prompts(requests, f"A{number}")
+                measured, _ = generator.measure(
+                    load, specification(port, arguments.model), texts, Path(directory) / "r"
                 )
-            other = theirs_client.measure(workload, prompts(workload.requests, f"V{number}"))
+            other = theirs_client.measure(load, prompts(requests, f"V{number}"))
             if number:  # the first pair warms both up
                 single = concurrency == 1
-                ours.append(
-                    1000 * workload.output_tokens / measured["e2e_ms"]["p50"] if single else measured["output_tok_s"]
-                )
-                theirs.append(1000 * workload.output_tokens / other["e2e_ms"] if single else other["output_tok_s"])
+                ours.append(1000 * load.output_tokens / measured.e2e_ms.p50 if single else measured.output_tok_s)
+                theirs.append(1000 * load.output_tokens / other["e2e_ms"] if single else other["output_tok_s"])
         ratios[name] = median(ours) / median(theirs)
         rounded = [[round(value, 1) for value in values] for values in (ours, theirs)]
         print(f"{name}: aiperf {rounded[0]}, vllm bench {rounded[1]} tok/s, ratio {ratios[name]:.3f}", flush=True)

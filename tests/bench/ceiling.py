@@ -17,7 +17,7 @@ from pathlib import Path
 import requests
 
 from rigctl.bench.load import Generator
-from rigctl.bench.plan import Workload
+from rigctl.contract.sweep import Workload
 from rigctl.supervisor.specification import Specification
 from tests.unit.serving import specification as stand_in
 
@@ -33,7 +33,18 @@ def specification(port: int, model: str = "trivial") -> Specification:
 
 
 def workload(concurrency: int, requests_: int, tokens: int) -> Workload:
-    return Workload("w", "mixed", 0, concurrency, requests_, tokens, True, 0.0, 1.0, 1)
+    return Workload(
+        id="w",
+        prompts="mixed",
+        context=0,
+        concurrency=concurrency,
+        requests=requests_,
+        output_tokens=tokens,
+        ignore_eos=True,
+        temperature=0.0,
+        top_p=1.0,
+        seed=1,
+    )
 
 
 def main() -> int:
@@ -51,8 +62,8 @@ def main() -> int:
             for _ in range(arguments.rounds):
                 prompts = [f"Request {n}." for n in range(load.requests)]
                 generator = Generator(arguments.aiperf, None, 600)
-                measured = generator.measure(load, specification(PORT), prompts, Path(directory) / "round")
-                speeds.append(measured["output_tok_s"])
+                measured, _ = generator.measure(load, specification(PORT), prompts, Path(directory) / "round")
+                speeds.append(measured.output_tok_s)
     finally:
         server.terminate()
         server.wait()

@@ -46,6 +46,7 @@ from rig.operations.benchmark import generator_environment
 from rig.plan.host_plan import HostPlan, plan_from_facts
 from rigctl.contract import layout
 from rigctl.contract.limits import Limits
+from rigctl.contract.sweep import CellResult, HostFacts
 from rigctl.nvidia_smi import nvidia_smi
 from rigctl.supervisor.activity import gpu_memory
 from rigctl.supervisor.engine_client import Engine, Speculation
@@ -526,7 +527,7 @@ def sweep(name: str, entries: Sequence[str]) -> Step:
         asked = host_sweep(derived.plan, name, chosen, derived.names)
         path = Path(asked.directory, "sweep.json")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asked.document))
+        path.write_text(asked.order.text())
         # Our own packages must not reach the load generator.
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         command = [layout.RIGCTL, "bench", "run", str(path)]
@@ -535,15 +536,17 @@ def sweep(name: str, entries: Sequence[str]) -> Step:
         (WORK / "logs" / f"bench-{name}.log").write_text(done.stdout + done.stderr)
         for one in derived.names:
             keep_log(one)
-        facts = json.loads(run(layout.RIGCTL, "bench", "host", *sorted(set(derived.plan.checkpoint_paths.values()))))
+        models = sorted(set(derived.plan.checkpoint_paths.values()))
+        facts = HostFacts.parse(json.loads(run(layout.RIGCTL, "bench", "host", *models)), "rigctl bench host")
         found |= {"exit": done.returncode, "skipped": list(asked.skipped), "cells": {}}
         for line in run(layout.RIGCTL, "bench", "results", str(path)).splitlines():
-            result = to_result(json.loads(line), asked, derived, "gpu-proof", facts)
+            measured = CellResult.parse(json.loads(line), "rigctl bench results")
+            result = to_result(measured, asked, derived, "gpu-proof", facts)
             ledger.append(result, WORK / "ledger")
             found["cells"][f"{result.configuration.name}, {result.workload.concurrency}"] = cell(result)
         left = [one for one in derived.names if units.is_active(f"kimi-{one}.service")]
         failed = {key: one["cause"] for key, one in found["cells"].items() if one["cause"]}
-        if done.returncode or failed or left or len(found["cells"]) != len(asked.cells):
+        if done.returncode or failed or left or len(found["cells"]) != len(asked.order.pairs):
             said = (done.stdout + done.stderr)[-1500:]
             raise Wrong(f"exit code {done.returncode}, failed {failed}, still active {left}: {said}")
         lengths = {"always": 4.0, "never": 1.0}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rig.bench.ledger import Counters, Distribution, Drafter, Observed, Result, Round, ServedAs, Workload
+from rig.bench.ledger import Drafter, Result, ServedAs, Workload
+from rigctl.contract.sweep import Counters, Distribution, Observed, Round
 
 LATENCY = Distribution(mean=10, p50=10, p90=12, p99=15)
 

@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 
 from rigctl.bench import load, profile, sweep
-from rigctl.bench.counters import Reading, Received, window
+from rigctl.bench.counters import Reading, window
 from rigctl.bench.host import shifted_drafter
-from rigctl.bench.plan import Workload, read_plan
 from rigctl.bench.profile import ProfileFailed, shares
 from rigctl.bench.prompts import requests_of
 from rigctl.checkpoints import overlay
+from rigctl.contract.order import ContractError
+from rigctl.contract.sweep import Round, Sweep, Workload
 from rigctl.errors import RigctlError
 from rigctl.supervisor.engine_client import Engine
 from rigctl.supervisor.specification import Specification
+from tests.unit.bench_results import made_round
 from tests.unit.serving import EAGLE3
 from tests.unit.serving import specification as stand_in
 
@@ -37,6 +39,42 @@ WORKLOAD: dict[str, Any] = {
     "temperature": 0.0,
     "top_p": 1.0,
     "seed": 7,
+}
+
+
+# What e91294b wrote: a sweep, and a measured cell of it.
+SWEEP_0: dict[str, Any] = {
+    "id": "test",
+    "generator": "/opt/aiperf",
+    "settings": {
+        "rounds": 2,
+        "warmup_least": 1,
+        "warmup_most": 1,
+        "tolerance": 0.1,
+        "request_seconds": 5,
+        "profile": False,
+    },
+    "workloads": [{**WORKLOAD, "id": "n1"}, {**WORKLOAD, "id": "n4"}],
+    "cells": {"a": ["n1", "n4"], "b": ["n1", "n4"]},
+    "prompts": {"mixed": ["one"]},
+}
+CELL_0: dict[str, Any] = {
+    "configuration": "a",
+    "workload": "n1",
+    "digest": "abc",
+    "at": "2026-11-29T12:00:00Z",
+    "status": "measured",
+    "cause": None,
+    "warmup_rounds": 1,
+    "warmup_stable": None,
+    "rounds": [
+        {
+            **made_round(60.0, counters={"drafts": 100, "drafted": 300, "accepted": 90}).model_dump(mode="json"),
+            "generator": "aiperf 0.13.0",
+        }
+    ],
+    "profile": {},
+    "order": 1,
 }
 
 
@@ -71,8 +109,8 @@ def reading(**values: float) -> Reading:
 def test_window_of_vllm_is_a_difference() -> None:
     before = reading(generated_tokens=100, drafts=10, drafted=30, accepted=12)
     after = reading(generated_tokens=185, drafts=31, drafted=93, accepted=75)
-    counted = window(before, after, specification("vllm", steps=3), Received(85, 1))
-    assert counted == {
+    counted = window(before, after, specification("vllm", steps=3), 1)
+    assert counted.model_dump(exclude_none=True) == {
         "generated_tokens": 85,
         "drafts": 21,
         "drafted": 63,
@@ -85,11 +123,11 @@ def test_window_of_vllm_is_a_difference() -> None:
 def test_window_of_sglang_counts_from_verifications() -> None:
     before = reading(generated_tokens=0, requests=0, verify_calls=0)
     after = reading(generated_tokens=108, requests=2, verify_calls=50, own_rate=0.37)
-    counted = window(before, after, specification("sglang", steps=3), Received(108, 2))
+    counted = window(before, after, specification("sglang", steps=3), 2)
     # 108 tokens: 2 of prefills, 50 of verifications, so 56 drafts were accepted
-    assert (counted["drafts"], counted["drafted"], counted["accepted"]) == (50, 150, 56)
-    assert counted["own_rate"] == 0.37
-    assert "drafts" not in window(before, after, specification("sglang"), Received(108, 2))
+    assert (counted.drafts, counted.drafted, counted.accepted) == (50, 150, 56)
+    assert counted.own_rate == 0.37
+    assert window(before, after, specification("sglang"), 2).drafts is None
 
 
 def record(start: int, ttft: float, latency: float, tokens: int, error: str | None = None) -> dict[str, Any]:
@@ -111,24 +149,24 @@ def export(directory: Path, *records: dict[str, Any]) -> Path:
 
 def test_export_becomes_a_round(tmp_path: Path) -> None:
     good = [record(0, 100, 1100, 11), record(500_000_000, 200, 1500, 27)]
-    measured = load.parse(export(tmp_path, *good, record(0, 1, 1, 5, error="HTTP 500")))
-    assert (measured["seconds"], measured["output_tokens"], measured["output_tok_s"]) == (2.0, 38, 19.0)
-    assert (measured["requests"], measured["errors"], measured["error_summary"]) == (2, 1, ["HTTP 500"])
-    assert measured["stream_tok_s"] == pytest.approx(15.0)  # 10 tokens in 1 s, 26 in 1.3 s
-    assert measured["itl_ms"]["p50"] == pytest.approx(75.0)
-    assert measured["generator"] == "aiperf 0.13.0"
+    measured, generator = load.parse(export(tmp_path, *good, record(0, 1, 1, 5, error="HTTP 500")), 3)
+    assert (measured.seconds, measured.output_tokens, measured.output_tok_s) == (2.0, 38, 19.0)
+    assert (measured.requests, measured.errors, measured.error_summary) == (2, 1, ["HTTP 500"])
+    assert measured.stream_tok_s == pytest.approx(15.0)  # 10 tokens in 1 s, 26 in 1.3 s
+    assert measured.itl_ms.p50 == pytest.approx(75.0)
+    assert generator == "aiperf 0.13.0"
 
 
 def test_an_answer_in_one_piece_has_the_speed_of_its_whole_time(tmp_path: Path) -> None:
     """vLLM on two cores: the client got to look at the end only, which is no speed of 127 tokens in 0 s."""
     late = record(0, 1000, 1000, 128)
     late["metrics"]["http_req_chunks_received"] = {"value": 1, "unit": "x"}
-    assert load.parse(export(tmp_path, late))["stream_tok_s"] == pytest.approx(128.0)
+    assert load.parse(export(tmp_path, late), 1)[0].stream_tok_s == pytest.approx(128.0)
 
 
 def test_no_answer_is_a_failure(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none of 1 requests was answered.*refused"):
-        load.parse(export(tmp_path, record(0, 1, 1, 5, error="refused")))
+    with pytest.raises(load.LoadFailed, match=r"none of 1 requests was answered.*refused"):
+        load.parse(export(tmp_path, record(0, 1, 1, 5, error="refused")), 1)
 
 
 def test_key_is_in_no_file_and_no_argument() -> None:
@@ -148,6 +186,7 @@ class Box:
         self.rounds: list[str] = []
         self.refuse: set[str] = set()
         self.fail: Callable[[str], None] = lambda cell: None
+        self.measured = made_round(1.0)
 
     def start(self, spec: Specification) -> bool:
         if spec.unit in self.active:
@@ -159,12 +198,12 @@ class Box:
         return True
 
     def round(
-        self, plan: Any, engine: Any, workload: Workload, prompts: Iterator[str], directory: Path
-    ) -> dict[str, Any]:
+        self, run: sweep.Run, engine: Any, workload: Workload, prompts: Iterator[str], directory: Path
+    ) -> tuple[Round, str]:
         cell = f"{engine.specification.name}+{workload.id}"
         self.fail(cell)
         self.rounds.append(cell)
-        return {"output_tok_s": 1.0}
+        return self.measured, "aiperf 0.13.0"
 
     def run(self, command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         if command[:2] == ["systemctl", "stop"]:
@@ -193,24 +232,8 @@ def plan(tmp_path: Path) -> Path:
     generator = tmp_path / "aiperf"
     generator.write_text("#!/bin/sh\n")
     generator.chmod(0o755)
-    settings = {
-        "rounds": 2,
-        "warmup_least": 1,
-        "warmup_most": 1,
-        "tolerance": 0.1,
-        "request_seconds": 5,
-        "profile": False,
-    }
-    document = {
-        "id": "test",
-        "generator": str(generator),
-        "settings": settings,
-        "workloads": [{**WORKLOAD, "id": "n1"}, {**WORKLOAD, "id": "n4"}],
-        "cells": {"a": ["n1", "n4"], "b": ["n1", "n4"]},
-        "prompts": {"mixed": ["one"]},
-    }
     path = tmp_path / "sweep.json"
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps({**SWEEP_0, "generator": str(generator)}))
     return path
 
 
@@ -250,6 +273,28 @@ def test_engine_that_dies_fails_its_cell_only(box: Box, plan: Path) -> None:
     assert box.starts == ["a", "a", "b"]  # started anew for the next cell
 
 
+def test_impossible_round_fails_its_cell_by_name(box: Box, plan: Path) -> None:
+    def impossible(cell: str) -> None:
+        bad = {"seconds": float("nan")} if cell == "a+n1" else {}
+        box.measured = made_round(1.0).model_copy(update=bad)
+
+    box.fail = impossible
+    sweep.run_sweep(plan)
+    assert cells(plan) == {"a+n1": "failed", "a+n4": "measured", "b+n1": "measured", "b+n4": "measured"}
+    cause = json.loads((plan.parent / "cells" / "a+n1.json").read_text())["cause"]
+    assert cause == "a, n1: rounds.0.seconds is nan; rounds.1.seconds is nan"
+
+
+def test_cell_that_an_older_version_accepted_is_measured_again(box: Box, plan: Path) -> None:
+    (plan.parent / "cells").mkdir()
+    path = plan.parent / "cells" / "a+n1.json"
+    path.write_text(json.dumps(CELL_0))
+    (plan.parent / "cells" / "b+n4.json").write_text(json.dumps({**CELL_0, "configuration": "b", "rounds": []}))
+    sweep.run_sweep(plan)
+    assert box.rounds == ["a+n4", "a+n4", "b+n1", "b+n1", "b+n4", "b+n4"]
+    assert json.loads(path.read_text()) == CELL_0
+
+
 def test_configuration_that_does_not_start_is_tried_once(box: Box, plan: Path) -> None:
     box.refuse = {"a"}
     sweep.run_sweep(plan)
@@ -283,8 +328,8 @@ def test_progress_says_what_is_left(box: Box, plan: Path, capsys: pytest.Capture
 
 def test_wrong_sweep_is_refused(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text('{"id": "x"}')
-    with pytest.raises(RigctlError, match="is no sweep"):
-        read_plan(tmp_path / "sweep.json")
+    with pytest.raises(ContractError, match=r"sweep\.json: not an order of format 0 \(KeyError\('settings'\)\)"):
+        Sweep.read(tmp_path / "sweep.json")
 
 
 def test_shifted_drafter_is_links_and_a_config(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from rig.bench.acceptance_units import DEFINITIONS, Drafting, own_rate_definitio
 from rig.bench.analysis import crossover, judge_reference, newest, recommend
 from rig.bench.diagnosis import Evidence, diagnose, layer_candidates
 from rig.bench.fairness import check_result, is_noise, spread, two_modes, warm_speeds
-from rig.bench.ledger import DIRECTORY, Counters, Result, read, references
+from rig.bench.ledger import DIRECTORY, Result, read, references
+from rigctl.contract.sweep import Counters
 from tests.unit.bench_results import made_result, made_round
 
 FEBRUARY = {entry.id: entry for entry in references(read(DIRECTORY / "reference"))}

@@ -11,13 +11,15 @@ import pytest
 from rig.artifacts.units import run_specification, unit_file
 from rig.bench import ledger
 from rig.bench.collect import served_as, to_result
-from rig.bench.sweeps import Sweep, find_sweep, host_sweep, load_sweeps, prompt_texts, workloads_of
+from rig.bench.sweeps import SweepEntry, find_sweep, host_sweep, load_sweeps, prompt_texts, workloads_of
 from rig.bench.variants import derive
 from rig.catalog.yaml_source import CatalogError
 from rig.host.settings import HostSettings
 from rig.operations.benchmark import generator_environment
 from rig.plan.host_plan import HostPlan, host_plan
 from rigctl.contract.environment_build import EnvironmentBuild
+from rigctl.contract.order import ContractError
+from rigctl.contract.sweep import CellResult, HostFacts
 
 DATA = {
     "ml_env": "/opt/env",
@@ -26,6 +28,9 @@ DATA = {
     "base_packages": [],
     "service_user": "kimi",
 }
+
+
+NOTHING = HostFacts(hardware="", driver=None, kernel="", receipt={}, models={})
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +42,7 @@ def test_shipped_sweeps_are_sound_and_derive_everywhere(plan: HostPlan) -> None:
     drafting = [name for name, configuration in plan.serving.items() if configuration.speculation]
     for name, sweep in load_sweeps().items():
         derived = derive(plan, sweep, drafting)
-        assert host_sweep(derived.plan, name, sweep, derived.names).cells
+        assert host_sweep(derived.plan, name, sweep, derived.names).order.pairs
 
 
 def test_prompt_set_says_its_licence_and_repeats_nothing() -> None:
@@ -50,7 +55,10 @@ def test_prompt_set_says_its_licence_and_repeats_nothing() -> None:
     [
         ("a: {loads: []}", r"benchmark.yaml:1: a.loads: .*at least 1"),
         ("a:\n  loads: [{context: 0, concurrency: [0]}]", r"benchmark.yaml:2: a.loads.0.concurrency.0: .*greater"),
-        ("a:\n  loads: [{context: 0, concurrency: [1]}]\n  round: 3", r"benchmark.yaml:3: a.round: .*not permitted"),
+        (
+            "a:\n  loads: [{context: 0, concurrency: [1]}]\n  round: 3",
+            r"benchmark.yaml:3: a.round: there is no such key, did you mean \"rounds\"\?",
+        ),
         ("a:\n  loads: [{context: 0, concurrency: [1]}]\n  prompts: gone", r"benchmark.yaml:3: a.prompts: there is no"),
     ],
 )
@@ -67,8 +75,8 @@ def test_unknown_names_list_what_there_is(plan: HostPlan) -> None:
         derive(plan, find_sweep("default"), ["vllm-bass"])
 
 
-def small(**changes: Any) -> Sweep:
-    return Sweep.model_validate({"loads": [{"context": 0, "concurrency": [1, 4]}], **changes})
+def small(**changes: Any) -> SweepEntry:
+    return SweepEntry.model_validate({"loads": [{"context": 0, "concurrency": [1, 4]}], **changes})
 
 
 def test_requests_grow_with_the_streams() -> None:
@@ -79,17 +87,19 @@ def test_loads_that_do_not_fit_are_skipped_by_name(plan: HostPlan) -> None:
     sweep = small(loads=[{"context": 0, "concurrency": [1]}, {"context": 32500, "concurrency": [1]}])
     made = host_sweep(plan, "x", sweep, ["vllm-base"])
     assert made.skipped == ["vllm-base, mixed-t0-c32500-n1"]
-    assert made.cells == [("vllm-base", "mixed-t0-c0-n1")]
+    assert made.order.pairs == [("vllm-base", "mixed-t0-c0-n1")]
 
 
 def test_sweep_id_covers_what_is_measured(plan: HostPlan) -> None:
-    ids = {host_sweep(plan, "x", small(**change), ["vllm-base"]).id for change in ({}, {"seed": 1}, {"rounds": 5})}
+    ids = {
+        host_sweep(plan, "x", small(**change), ["vllm-base"]).order.id for change in ({}, {"seed": 1}, {"rounds": 5})
+    }
     limited = replace(
         plan, serving={"vllm-base": plan.serving["vllm-base"].model_copy(update={"max_running_requests": 48})}
     )
-    ids.add(host_sweep(limited, "x", small(), ["vllm-base"]).id)
+    ids.add(host_sweep(limited, "x", small(), ["vllm-base"]).order.id)
     assert len(ids) == 4
-    assert host_sweep(plan, "x", small(), ["vllm-base"]).id in ids
+    assert host_sweep(plan, "x", small(), ["vllm-base"]).order.id in ids
 
 
 def test_variants_are_configurations_of_their_own(plan: HostPlan) -> None:
@@ -127,8 +137,8 @@ def test_profiled_configuration_writes_below_its_cache(plan: HostPlan) -> None:
 
 def test_ngram_counts_as_speculation(plan: HostPlan) -> None:
     derived = derive(plan, find_sweep("ngram-vllm"), ["vllm-base"])
-    assert served_as(derived, "vllm-base.plain", "", {}).drafter is None
-    drafter = served_as(derived, "vllm-base.ngram-5", "", {}).drafter
+    assert served_as(derived, "vllm-base.plain", "", NOTHING).drafter is None
+    drafter = served_as(derived, "vllm-base.ngram-5", "", NOTHING).drafter
     assert drafter is not None
     assert (drafter.name, drafter.steps) == ("ngram", 5)
 
@@ -156,7 +166,8 @@ def test_cell_becomes_a_ledger_entry(plan: HostPlan, tmp_path: Path) -> None:
     }
     models = {"/data/eagle3/aq-medai-k2-drafter": {"layer_ids": [2, 30, 58]}, "/shared/kimi-k2.5-int4": {"layers": 61}}
     facts = {"hardware": "8x X", "driver": "580", "kernel": "6.1", "receipt": {"items": {}}, "models": models}
-    result = to_result(cell, sweep, derived, "kimi-1", facts)
+    known = HostFacts.parse(facts, "facts")
+    result = to_result(CellResult.parse(cell, "cell"), sweep, derived, "kimi-1", known)
     ledger.append(result, tmp_path)
     assert ledger.read(tmp_path) == [result]
     assert result.id == "vllm-eagle3-aq-medai-mixed-t0-c0-n4-20261129t120000z"
@@ -165,8 +176,10 @@ def test_cell_becomes_a_ledger_entry(plan: HostPlan, tmp_path: Path) -> None:
     assert result.configuration.drafter.targets == ["kimi-k2"]  # by its repository's name
     assert result.configuration.details["target_layers"] == 61
     assert result.receipt["driver"] == "580"
-    with pytest.raises(ledger.LedgerError, match="not a result"):
-        to_result({**cell, "status": "perhaps"}, sweep, derived, "kimi-1", facts)
+    with pytest.raises(ContractError, match=r"cell: status: .*'perhaps'"):
+        CellResult.parse({**cell, "status": "perhaps"}, "cell")
+    with pytest.raises(ledger.LedgerError, match="n9: not a result of sweep x-"):
+        to_result(CellResult.parse({**cell, "workload": "n9"}, "cell"), sweep, derived, "kimi-1", known)
 
 
 def test_the_generators_environment_can_be_built() -> None:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from rigctl.bench.host import host_facts, shifted_drafter
-from rigctl.bench.sweep import run_sweep
+from rigctl.bench.sweep import results, run_sweep
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -19,9 +19,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     facts = verbs.add_parser("host", help="what a result needs to know of this host, as JSON")
     facts.add_argument("models", nargs="*", help="model directories")
     facts.set_defaults(run=_host)
-    results = verbs.add_parser("results", help="the finished cells of a sweep, one JSON a line")
-    results.add_argument("sweep", type=Path)
-    results.set_defaults(run=_results)
+    listing = verbs.add_parser("results", help="the finished cells of a sweep, one JSON a line")
+    listing.add_argument("sweep", type=Path)
+    listing.set_defaults(run=_results)
     drafter = verbs.add_parser("drafter", help="make a drafter with shifted layer ids")
     drafter.add_argument("source", type=Path)
     drafter.add_argument("destination", type=Path)
@@ -31,13 +31,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _host(arguments: argparse.Namespace) -> int:
-    print(json.dumps(host_facts(arguments.models)))
+    print(json.dumps(host_facts(arguments.models).document()))
     return 0
 
 
 def _results(arguments: argparse.Namespace) -> int:
-    for path in sorted((arguments.sweep.parent / "cells").glob("[!.]*.json")):
-        print(json.dumps(json.loads(path.read_text(encoding="utf-8"))))
+    for result in results(arguments.sweep):
+        print(json.dumps(result.document()))
     return 0
 
 

@@ -5,18 +5,19 @@ Names as vLLM 0.16 to 0.33 and SGLang 0.5.9 to 0.5.23 export them (engines.md, s
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
+from rigctl.contract.sweep import Counters, Gpu, Observed
 from rigctl.supervisor.engine_client import Engine
 from rigctl.supervisor.specification import Specification
 
@@ -56,6 +57,10 @@ SAMPLE_SECONDS = 0.5
 GPU_QUERY = "index,name,power.draw,clocks.sm,memory.used"
 
 
+class MetricsWrong(Exception):
+    """What an engine says of itself cannot be, or lacks what a result needs. Says what."""
+
+
 @dataclass
 class Reading:
     """One reading of /metrics: values by our names; by_position: accepted drafts."""
@@ -65,51 +70,51 @@ class Reading:
 
 
 def read(engine: Engine) -> Reading:
-    """Read counters and gauges. Raises requests.RequestException when the engine does not answer."""
+    """Read counters and gauges. Raises requests.RequestException when the engine does not answer; MetricsWrong."""
     kind = engine.specification.engine
     names = {name: key for key, name in {**COUNTERS[kind], **GAUGES[kind]}.items()}
-    reading = Reading()
-    for family in text_string_to_metric_families(engine.metrics_text()):
-        for sample in family.samples:
-            if sample.name in names:
-                key = names[sample.name]
-                reading.values[key] = reading.values.get(key, 0) + sample.value
-            elif sample.name == POSITIONS:
-                position = int(sample.labels["position"])
-                reading.by_position[position] = reading.by_position.get(position, 0) + sample.value
+    reading, text = Reading(), engine.metrics_text()
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name not in names and sample.name != POSITIONS:
+                    continue
+                if not 0 <= sample.value < math.inf:
+                    raise ValueError(f"{sample.name} is {sample.value}")
+                if sample.name in names:
+                    key = names[sample.name]
+                    reading.values[key] = reading.values.get(key, 0) + sample.value
+                else:
+                    position = int(sample.labels["position"])
+                    reading.by_position[position] = reading.by_position.get(position, 0) + sample.value
+    except (ValueError, KeyError) as error:
+        raise MetricsWrong(f"the engine's /metrics cannot be right: {error}") from None
     return reading
 
 
-@dataclass(frozen=True)
-class Received:
-    """What the client received in a window."""
-
-    tokens: int
-    answers: int
-
-
-def window(before: Reading, after: Reading, specification: Specification, received: Received) -> dict[str, Any]:
-    """Counters of the window between two readings, as the ledger has them.
+def window(before: Reading, after: Reading, specification: Specification, answers: int) -> Counters:
+    """Counters of the window between two readings. answers: how many the client received.
 
     SGLang counts verifications only: accepted drafts are what it generated beyond one token a verification and the one
-    of each prefill.
+    of each prefill. Raises MetricsWrong when the engine does not count what it generates.
     """
     engine = specification.engine
     steps = specification.speculation.steps if specification.speculation else None
-    moved = {key: after.values[key] - before.values.get(key, 0) for key in COUNTERS[engine] if key in after.values}
+    moved = {key: int(after.values[key] - before.values.get(key, 0)) for key in COUNTERS[engine] if key in after.values}
+    if "generated_tokens" not in moved:
+        raise MetricsWrong(
+            f"the engine exports no {COUNTERS[engine]['generated_tokens']}: its answers cannot be compared with a count"
+        )
     verified = moved.pop("verify_calls", None)
-    answers = moved.pop("requests", received.answers)
+    answers = moved.pop("requests", answers)
     if verified and steps:
-        generated = moved.get("generated_tokens", received.tokens)
-        moved |= {"drafts": verified, "drafted": verified * steps, "accepted": max(0.0, generated - answers - verified)}
-    counted: dict[str, Any] = {key: int(value) for key, value in moved.items()}
-    positions = sorted(after.by_position)
-    counted["accepted_at"] = [int(after.by_position[p] - before.by_position.get(p, 0)) for p in positions]
-    if engine == "vllm" and counted.get("drafted"):
-        counted["own_rate"] = counted["accepted"] / counted["drafted"]
-    elif steps and "own_rate" in after.values:
-        counted["own_rate"] = after.values["own_rate"]
-    return counted
+        accepted = max(0, moved["generated_tokens"] - answers - verified)
+        moved |= {"drafts": verified, "drafted": verified * steps, "accepted": min(accepted, verified * steps)}
+    own_rate = after.values.get("own_rate") if steps else None
+    if engine == "vllm":
+        own_rate = moved["accepted"] / moved["drafted"] if moved.get("drafted") and "accepted" in moved else None
+    positions = [int(after.by_position[p] - before.by_position.get(p, 0)) for p in sorted(after.by_position)]
+    return Counters(**moved, accepted_at=positions, own_rate=own_rate)
 
 
 def went_back(before: Reading, after: Reading, engine: str) -> bool:
@@ -123,7 +128,7 @@ class Observer:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._samples: list[Mapping[str, float]] = []
-        self._gpus: list[list[dict[str, float | str]]] = []
+        self._gpus: list[list[Gpu]] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -139,53 +144,52 @@ class Observer:
         while not self._end.wait(SAMPLE_SECONDS):
             try:
                 self._samples.append(read(self._engine).values)
-            except requests.RequestException:
-                continue  # the round itself tells when the engine is gone
+            except (requests.RequestException, MetricsWrong):
+                continue  # the round itself tells when the engine is gone, or its metrics are wrong
             if gpus := gpu_state():
                 self._gpus.append(gpus)
 
-    def summary(self) -> dict[str, Any]:
-        """The gauges as the ledger has them."""
-        seen: dict[str, Any] = {"samples": len(self._samples)}
-        for name in ("running", "waiting"):
-            values = [sample[name] for sample in self._samples if name in sample]
-            if values:
-                seen |= {f"{name}_max": max(values), f"{name}_mean": fmean(values)}
-        use = [sample["kv_use"] for sample in self._samples if "kv_use" in sample]
-        if use:
-            seen["kv_use_max"] = max(use)
-        lengths = [
-            sample["own_length"] for sample in self._samples if sample.get("own_length") and sample.get("running")
-        ]
-        if lengths:
-            seen["own_length_mean"] = fmean(lengths)
-        seen["gpus"] = [_mean_gpu(list(samples)) for samples in zip(*self._gpus, strict=False)]
-        return seen
+    def summary(self) -> Observed:
+        """The gauges over the window."""
+        running, waiting, use = (
+            [sample[name] for sample in self._samples if name in sample] for name in ("running", "waiting", "kv_use")
+        )
+        lengths = [one["own_length"] for one in self._samples if one.get("own_length") and one.get("running")]
+        return Observed(
+            samples=len(self._samples),
+            running_max=max(running, default=None),
+            running_mean=fmean(running) if running else None,
+            waiting_max=max(waiting, default=None),
+            waiting_mean=fmean(waiting) if waiting else None,
+            kv_use_max=max(use, default=None),
+            own_length_mean=fmean(lengths) if lengths else None,
+            gpus=[_mean_gpu(samples) for samples in zip(*self._gpus, strict=False)],
+        )
 
 
-def gpu_state() -> list[dict[str, float | str]]:
+def gpu_state() -> list[Gpu]:
     """Power (W), SM clock (MHz) and memory (MiB) of every GPU; empty where there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     command = [program, f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    found: list[dict[str, float | str]] = []
+    found: list[Gpu] = []
     for line in result.stdout.splitlines() if result.returncode == 0 else []:
         index, name, *numbers = [part.strip() for part in line.split(",")]
         try:
             power, clock, memory = (float(number) for number in numbers)
         except ValueError:
             continue  # a card that reports [N/A]
-        found.append({"name": f"{index} {name}", "power_w": power, "clock_mhz": clock, "memory_mib": memory})
+        found.append(Gpu(name=f"{index} {name}", power_w=power, clock_mhz=clock, memory_mib=memory))
     return found
 
 
-def _mean_gpu(samples: list[dict[str, float | str]]) -> dict[str, float | str]:
-    mean: dict[str, float | str] = {"name": samples[0]["name"]}
-    for key in ("power_w", "clock_mhz", "memory_mib"):
-        mean[key] = round(fmean(float(sample[key]) for sample in samples), 1)
-    return mean
+def _mean_gpu(samples: Sequence[Gpu]) -> Gpu:
+    means = {
+        key: round(fmean(getattr(gpu, key) for gpu in samples), 1) for key in ("power_w", "clock_mhz", "memory_mib")
+    }
+    return Gpu(name=samples[0].name, **means)
 
 
 def wait_idle(engine: Engine, seconds: float) -> Reading:

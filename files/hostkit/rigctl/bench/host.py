@@ -12,27 +12,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from rigctl.bench.counters import gpu_state
 from rigctl.checkpoints import overlay
 from rigctl.contract import layout
+from rigctl.contract.order import faults
+from rigctl.contract.sweep import HostFacts, ModelFacts
 from rigctl.errors import RigctlError
 
 RECEIPT = Path(layout.RECEIPT)
 
 
-def host_facts(models: Sequence[str]) -> dict[str, Any]:
+def host_facts(models: Sequence[str]) -> HostFacts:
     """Hardware, driver, kernel, the host's receipt, and for each model directory its layers and layer ids."""
-    return {
-        "hardware": _hardware(),
-        "driver": _driver(),
-        "kernel": platform.release(),
-        "receipt": _json(RECEIPT),
-        "models": {path: _model(Path(path)) for path in models},
-    }
+    return HostFacts(
+        hardware=_hardware(),
+        driver=_driver(),
+        kernel=platform.release(),
+        receipt=_json(RECEIPT),
+        models={path: _model(Path(path)) for path in models},
+    )
 
 
 def _hardware() -> str:
-    cards = Counter(str(gpu["name"]).partition(" ")[2] for gpu in gpu_state())
+    cards = Counter(gpu.name.partition(" ")[2] for gpu in gpu_state())
     if cards:
         return ", ".join(f"{count}x {name}" for name, count in cards.items())
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -53,21 +57,23 @@ def _json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return _mapping(found)
 
 
-def _model(path: Path) -> dict[str, Any]:
+def _model(path: Path) -> ModelFacts:
+    """Layers, and the layer ids a drafter's config.json names at its top or in eagle_config."""
     config = _json(path / "config.json")
-    text = config.get("text_config") or config
-    return {"layers": text.get("num_hidden_layers"), "layer_ids": layer_ids(config)}
+    text, eagle = (_mapping(config.get(key)) for key in ("text_config", "eagle_config"))
+    key = "eagle_aux_hidden_state_layer_ids"
+    found = {"layers": (text or config).get("num_hidden_layers"), "layer_ids": config.get(key) or eagle.get(key)}
+    try:
+        return ModelFacts.model_validate(found)
+    except ValidationError as error:
+        raise RigctlError(f"{path}/config.json: {'; '.join(faults(error, ModelFacts))}") from None
 
 
-def layer_ids(config: dict[str, Any]) -> list[int] | None:
-    """The layer ids a drafter's config.json names, at its top or in eagle_config."""
-    for place in (config, config.get("eagle_config") or {}):
-        if ids := place.get("eagle_aux_hidden_state_layer_ids"):
-            return [int(layer) for layer in ids]
-    return None
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def shifted_drafter(source: Path, destination: Path, target: Path, shift: int) -> list[int]:
@@ -77,10 +83,10 @@ def shifted_drafter(source: Path, destination: Path, target: Path, shift: int) -
     target cannot be read, or an id would leave the target's layers.
     """
     config = _json(source / "config.json")
-    layers = _model(target)["layers"]
+    layers = _model(target).layers
     if not config or not layers:
         raise RigctlError(f"{source}/config.json or {target}/config.json cannot be read, or names no layers")
-    ids = [layer + shift for layer in layer_ids(config) or [2, layers // 2, layers - 3]]
+    ids = [layer + shift for layer in _model(source).layer_ids or [2, layers // 2, layers - 3]]
     if min(ids) < 0 or max(ids) > layers:
         raise RigctlError(f"shifted by {shift} the layer ids are {ids}, the target has {layers} layers")
     keys: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": ids}

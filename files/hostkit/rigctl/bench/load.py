@@ -12,10 +12,13 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import fmean, median, quantiles
+from typing import Annotated, Any, Self, TypeVar
 
-from rigctl.bench.plan import Workload
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rigctl.contract.order import faults
+from rigctl.contract.sweep import Distribution, Round, Workload
 from rigctl.supervisor.engine_client import Engine
 from rigctl.supervisor.specification import Specification
 
@@ -43,7 +46,61 @@ TOKENS_A_PIECE = 8  # more than a speculative step gives
 
 
 class LoadFailed(Exception):
-    """The load generator did not finish. Says what it said last."""
+    """The load generator did not finish, or what it or the engine answered cannot be: says what."""
+
+
+def _metric(name: str) -> Any:
+    return Field(validation_alias=AliasPath("metrics", name, "value"))
+
+
+# Wide limits: what lies beyond comes from two clocks, or from no clock.
+Milliseconds = Annotated[float, Field(ge=0, lt=1e10, allow_inf_nan=False)]
+Nanoseconds = Annotated[int, Field(ge=0, lt=2**63)]
+Tokens = Annotated[float, Field(ge=1, lt=1e9, multiple_of=1, allow_inf_nan=False)]
+
+
+class Answer(BaseModel):
+    """One answered request of aiperf's export, with everything that a round needs of it."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    start: Nanoseconds = Field(validation_alias=AliasPath("metadata", "request_start_ns"))
+    end: Nanoseconds = Field(validation_alias=AliasPath("metadata", "request_end_ns"))
+    first: Milliseconds = _metric("time_to_first_token")
+    latency: Milliseconds = _metric("request_latency")
+    tokens: Tokens = _metric("usage_completion_tokens")
+    prompt_tokens: Tokens = _metric("usage_prompt_tokens")
+    pieces: Tokens | None = Field(None, validation_alias=AliasPath("metrics", "http_req_chunks_received", "value"))
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.end <= self.start or self.latency == 0 or self.first > self.latency:
+            raise ValueError("it ended before it began, took no time, or its first token came after its last")
+        return self
+
+    @property
+    def gap(self) -> float:
+        """Mean milliseconds between the tokens."""
+        return (self.latency - self.first) / (self.tokens - 1) if self.tokens > 1 else 0.0
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second after the first; of the whole answer where it was received in a few pieces: the generator did
+        not get to run in between (an engine on CPU fills all cores), and when the first token came is not known."""
+        if (self.pieces or self.tokens) * TOKENS_A_PIECE < self.tokens:
+            return 1000 * self.tokens / self.latency
+        return 1000 / self.gap if self.gap > 0 else 0.0
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class _Record(BaseModel):
+    error: Any = None
+
+
+class _Summary(BaseModel):
+    aiperf_version: Annotated[str, Field(min_length=1)]
 
 
 def parameters(workload: Workload) -> dict[str, Any]:
@@ -112,8 +169,8 @@ class Generator:
 
     def measure(
         self, workload: Workload, specification: Specification, prompts: Iterable[str], directory: Path
-    ) -> dict[str, Any]:
-        """One round: seconds, tokens, latencies as the ledger has them.
+    ) -> tuple[Round, str]:
+        """One round as its clients saw it, and the load generator with its version.
 
         Raises LoadFailed; OSError when the directory cannot be written.
         """
@@ -135,8 +192,8 @@ class Generator:
                 check=False,
             )
         try:
-            return parse(directory / "out")
-        except (OSError, ValueError, KeyError) as error:
+            return parse(directory / "out", workload.requests)
+        except OSError as error:
             last = [line.strip(" │╭╮╰╯─") for line in result.stdout.splitlines() if "ERROR" in line or "Reason" in line]
             said = "; ".join(line[:200] for line in last[-LAST_LINES:]) or repr(error)
             raise LoadFailed(f"aiperf ended with exit code {result.returncode}: {said}") from None
@@ -152,75 +209,54 @@ def _lay_out(directory: Path, prompts: Iterable[str]) -> None:
             file.write(json.dumps({"text": prompt}) + "\n")
 
 
-def parse(directory: Path) -> dict[str, Any]:
-    """aiperf's export as one round. Raises OSError, ValueError, KeyError when it is not whole."""
-    summary = json.loads((directory / "profile_export_aiperf.json").read_text(encoding="utf-8"))
-    records = [json.loads(line) for line in (directory / "profile_export.jsonl").read_text().splitlines()]
-    good = [record for record in records if not record.get("error")]
-    if not good:
-        raise ValueError(f"none of {len(records)} requests was answered: {_errors(records)}")
-    starts = [record["metadata"]["request_start_ns"] for record in good]
-    ends = [record["metadata"]["request_end_ns"] for record in good]
-    seconds = (max(ends) - min(starts)) / 1e9
-    output = sum(int(_value(record, "usage_completion_tokens")) for record in good)
-    return {
-        "seconds": seconds,
-        "requests": len(good),
-        "errors": len(records) - len(good),
-        "error_summary": _errors(records),
-        "prompt_tokens": sum(int(_value(record, "usage_prompt_tokens")) for record in good),
-        "output_tokens": output,
-        "output_tok_s": output / seconds,
-        "stream_tok_s": median(_stream_speed(record) for record in good),
-        "ttft_ms": _distribution([_value(record, "time_to_first_token") for record in good]),
-        "itl_ms": _distribution([_gap(record) for record in good]),
-        "e2e_ms": _distribution([_value(record, "request_latency") for record in good]),
-        "generator": f"aiperf {summary['aiperf_version']}",
-    }
+def parse(directory: Path, requests: int) -> tuple[Round, str]:
+    """aiperf's export of a round of so many requests, and aiperf's version.
+
+    Raises OSError when it is absent; LoadFailed when a record is missing or cannot be, naming it.
+    """
+    summary = _valid(_Summary, (directory / "profile_export_aiperf.json").read_bytes(), "aiperf's summary")
+    lines = (directory / "profile_export.jsonl").read_bytes().splitlines()
+    answers: list[Answer] = []
+    errors: list[Any] = []
+    for number, line in enumerate(lines, 1):
+        error = _valid(_Record, line, f"record {number}").error
+        if error is not None:
+            errors.append(error)
+        else:
+            answers.append(_valid(Answer, line, f"record {number}"))
+    summed = sorted({str((isinstance(error, dict) and error.get("message")) or error)[:200] for error in errors})[:5]
+    if not answers:
+        raise LoadFailed(f"none of {len(lines)} requests was answered: {summed}")
+    if len(lines) != requests:
+        raise LoadFailed(f"aiperf recorded {len(lines)} of {requests} requests")
+    seconds = (max(answer.end for answer in answers) - min(answer.start for answer in answers)) / 1e9
+    output = int(sum(answer.tokens for answer in answers))
+    measured = Round(
+        seconds=seconds,
+        requests=len(answers),
+        errors=len(errors),
+        error_summary=summed,
+        prompt_tokens=int(sum(answer.prompt_tokens for answer in answers)),
+        output_tokens=output,
+        output_tok_s=output / seconds,
+        stream_tok_s=median(answer.speed for answer in answers),
+        ttft_ms=_distribution([answer.first for answer in answers]),
+        itl_ms=_distribution([answer.gap for answer in answers]),
+        e2e_ms=_distribution([answer.latency for answer in answers]),
+    )
+    return measured, f"aiperf {summary.aiperf_version}"
 
 
-def _value(record: dict[str, Any], name: str) -> float:
-    return float(record["metrics"][name]["value"])
+def _valid(model: type[Model], text: bytes, where: str) -> Model:
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        raise LoadFailed(f"{where}: {'; '.join(faults(error, model))}") from None
 
 
-def _gap(record: dict[str, Any]) -> float:
-    """Mean milliseconds between the tokens of one answer."""
-    tokens = _value(record, "usage_completion_tokens")
-    after_first = _value(record, "request_latency") - _value(record, "time_to_first_token")
-    return after_first / (tokens - 1) if tokens > 1 else 0.0
-
-
-def _stream_speed(record: dict[str, Any]) -> float:
-    """Tokens a second after the first; of the whole answer where it was received in a few pieces: the generator did not
-    get to run in between (an engine on CPU fills all cores), and when the first token came is not known."""
-    tokens, gap = _value(record, "usage_completion_tokens"), _gap(record)
-    pieces = record["metrics"].get("http_req_chunks_received", {}).get("value", tokens)
-    if pieces * TOKENS_A_PIECE < tokens:
-        return 1000 * tokens / _value(record, "request_latency")
-    return 1000 / gap if gap > 0 else 0.0
-
-
-def _distribution(values: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(values)
-
-    def quantile(share: float) -> float:
-        """Linear between the two nearest ranks."""
-        position = share * (len(ordered) - 1)
-        low = int(position)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (position - low) * (ordered[high] - ordered[low])
-
-    mean = sum(ordered) / len(ordered)
-    return {"mean": mean, "p50": quantile(0.5), "p90": quantile(0.9), "p99": quantile(0.99)}
-
-
-def _errors(records: Sequence[dict[str, Any]]) -> list[str]:
-    said = {
-        str((record["error"] or {}).get("message") or record["error"])[:200]
-        for record in records
-        if record.get("error")
-    }
-    return sorted(said)[:5]
+def _distribution(values: list[float]) -> Distribution:
+    cuts = quantiles(values * 2 if len(values) == 1 else values, n=100, method="inclusive")
+    return Distribution(mean=fmean(values), p50=cuts[49], p90=cuts[89], p99=cuts[98])
 
 
 def warm(
@@ -228,16 +264,13 @@ def warm(
 ) -> float:
     """Send prompts at the workload's concurrency; output tokens a second.
 
-    Raises requests.RequestException; LoadFailed for an answer that does not say how long it is.
+    Raises requests.RequestException; LoadFailed for an empty answer, or one that does not say how long it is.
     """
 
     def one(prompt: str) -> int:
         # A connection of its own: sessions are not made for threads.
         answer = Engine(specification, key).completion(prompt, timeout=seconds, **parameters(workload))
-        try:
-            return int(answer["usage"]["completion_tokens"])
-        except (KeyError, TypeError, ValueError):
-            raise LoadFailed(f"an answer without its number of tokens: {str(answer)[:200]}") from None
+        return _used(answer, "completion_tokens")
 
     begun = time.monotonic()
     with ThreadPoolExecutor(workload.concurrency) as pool:
@@ -245,12 +278,23 @@ def warm(
     return tokens / (time.monotonic() - begun)
 
 
+def _used(answer: Any, name: str) -> int:
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    count = usage.get(name) if isinstance(usage, dict) else None
+    if type(count) is not int or count < 1:
+        raise LoadFailed(f"an answer with {name} {count!r}: {str(answer)[:200]}")
+    return count
+
+
 def tokens_a_word(engine: Engine, words: Sequence[str], seconds: float) -> float:
-    """Measure how many tokens a filler word is to this engine's tokenizer. Raises requests.RequestException."""
+    """Measure how many tokens a filler word is to this engine's tokenizer.
+
+    Raises requests.RequestException; LoadFailed for an answer that does not say how long its prompt was.
+    """
     counts = []
     for amount in (20, 120):
         answer = engine.completion(
             " ".join(words[i % len(words)] for i in range(amount)), timeout=seconds, max_tokens=1
         )
-        counts.append(int(answer["usage"]["prompt_tokens"]))
+        counts.append(_used(answer, "prompt_tokens"))
     return max((counts[1] - counts[0]) / 100, 0.25)

@@ -9,9 +9,8 @@ import hashlib
 import random
 from collections.abc import Iterator, Sequence
 
-from rigctl.bench.plan import Workload
+from rigctl.contract.sweep import SYNTHETIC, Workload
 
-SYNTHETIC = "synthetic"
 # Common words that tokenizers of large vocabularies hold whole, so that a word is about a token; how many tokens it
 # really is gets measured (calibration) and every result counts what the engine counted.
 _COMMON = """

@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -23,8 +23,10 @@ from typing import Any
 import requests
 
 from rigctl.bench import counters, load, profile
-from rigctl.bench.plan import Plan, Workload, read_plan
 from rigctl.bench.prompts import WORDS, requests_of
+from rigctl.checkpoints.paths import write_whole
+from rigctl.contract.order import ContractError
+from rigctl.contract.sweep import CellResult, Round, Sweep, Workload, cell_file
 from rigctl.errors import RigctlError
 from rigctl.supervisor.engine_client import Engine, api_key
 from rigctl.supervisor.measurement_pause import undisturbed
@@ -47,10 +49,11 @@ class NotAccepted(CellFailed):
 
 
 @dataclass
-class Progress:
-    """What is done, and how long the rest will take by what the last ones took."""
+class Run:
+    """A sweep at work in its directory: what is left, and how long it will take by what the last ones took."""
 
-    plan: Plan
+    sweep: Sweep
+    directory: Path
     left: int
     starts_left: int
     cell_seconds: list[float] = field(default_factory=list)
@@ -58,8 +61,8 @@ class Progress:
 
     def say(self, text: str) -> None:
         """One line in the journal, which the deploy shows."""
-        done = self.plan.size - self.left
-        print(f"{done}/{self.plan.size} cells done{self._remaining()}; {text}", flush=True)
+        cells = len(self.sweep.pairs)
+        print(f"{cells - self.left}/{cells} cells done{self._remaining()}; {text}", flush=True)
 
     def _remaining(self) -> str:
         if not self.cell_seconds:
@@ -73,9 +76,31 @@ def run_sweep(path: Path) -> int:
     """Measure what is not measured yet. Raises RigctlError when the sweep itself cannot go on, or is stopped."""
     signal.signal(signal.SIGTERM, _stop)
     try:
-        return _run(read_plan(path))
+        return _run(Sweep.read(path), path.parent)
     except KeyboardInterrupt:
         raise RigctlError("stopped; finished cells are kept, the next run goes on with the others") from None
+
+
+def result_of(directory: Path, configuration: str, workload: str) -> CellResult | None:
+    """The result of a cell, None before there is one. Raises ContractError when its file is not that result."""
+    path = directory / cell_file(configuration, workload)
+    if not path.exists():
+        return None
+    found = CellResult.read(path)
+    if (found.configuration, found.workload) != (configuration, workload):
+        raise ContractError(f"{path} is the result of {found.configuration}, {found.workload}")
+    return found
+
+
+def results(path: Path) -> Iterator[CellResult]:
+    """Every finished cell of a sweep; one whose file is not its result is a failed cell, which says why."""
+    for name, workload in Sweep.read(path).pairs:
+        try:
+            found = result_of(path.parent, name, workload)
+        except ContractError as error:
+            found = _failed(name, workload, "", str(error))
+        if found is not None:
+            yield found
 
 
 def _stop(*_: object) -> None:
@@ -83,25 +108,31 @@ def _stop(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _run(plan: Plan) -> int:
-    if not os.access(plan.generator, os.X_OK):
-        raise RigctlError(f"{plan.generator} does not exist; run benchmark.py again")
-    todo = {
-        name: [plan.workloads[w] for w in workloads if not plan.result_path(name, w).exists()]
-        for name, workloads in plan.cells.items()
-    }
-    todo = {name: workloads for name, workloads in todo.items() if workloads}
-    progress = Progress(plan, sum(map(len, todo.values())), len(todo))
+def _is_measured(directory: Path, configuration: str, workload: str) -> bool:
+    try:
+        return result_of(directory, configuration, workload) is not None
+    except ContractError:
+        return False
+
+
+def _run(sweep: Sweep, directory: Path) -> int:
+    if not os.access(sweep.generator, os.X_OK):
+        raise RigctlError(f"{sweep.generator} does not exist; run benchmark.py again")
+    todo: dict[str, list[Workload]] = {}
+    for name, workload in sweep.pairs:
+        if not _is_measured(directory, name, workload):
+            todo.setdefault(name, []).append(sweep.workload(workload))
+    run = Run(sweep, directory, sum(map(len, todo.values())), len(todo))
     before = [specification.unit for specification in installed() if _active(specification.unit)]
-    progress.say("the sweep begins")
+    run.say("the sweep begins")
     try:
         for name, workloads in todo.items():
-            _configuration(plan, named(name), workloads, progress)
+            _configuration(run, named(name), workloads)
     finally:
         if todo:
             _put_back(before)
-    shutil.rmtree(plan.directory / "round", ignore_errors=True)
-    progress.say("the sweep is complete")
+    shutil.rmtree(directory / "round", ignore_errors=True)
+    run.say("the sweep is complete")
     return 0
 
 
@@ -111,7 +142,7 @@ def _put_back(units: list[str]) -> None:
         subprocess.run(["systemctl", "start", "--no-block", unit], check=False)
 
 
-def _configuration(plan: Plan, specification: Specification, workloads: list[Workload], progress: Progress) -> None:
+def _configuration(run: Run, specification: Specification, workloads: list[Workload]) -> None:
     engine = Engine(specification, api_key())
     refused: NotAccepted | None = None
     order = 0
@@ -122,26 +153,37 @@ def _configuration(plan: Plan, specification: Specification, workloads: list[Wor
                 if refused is not None:
                     raise refused
                 if not _active(specification.unit):
-                    progress.say(f"{specification.name}: starting")
+                    run.say(f"{specification.name}: starting")
                 if _start(specification):
                     order = 0
-                    progress.start_seconds.append(time.monotonic() - begun)
+                    run.start_seconds.append(time.monotonic() - begun)
                     begun = time.monotonic()
                 order += 1
-                with _round_directory(plan) as directory:
-                    result = _cell(plan, engine, workload, directory, progress)
-                result["order"] = order
-                progress.cell_seconds.append(time.monotonic() - begun)
-            except CellFailed as error:
+                with _round_directory(run) as directory:
+                    measured = _cell(run, engine, workload, directory)
+                result = _result(specification.name, workload.id, specification.digest, order=order, **measured)
+                run.cell_seconds.append(time.monotonic() - begun)
+            except (CellFailed, ContractError) as error:
                 refused = error if isinstance(error, NotAccepted) else refused
-                result = {"status": "failed", "cause": str(error), "rounds": []}
-                progress.say(f"{specification.name}, {workload.id}: FAILED: {str(error)[:SAID_LETTERS]}")
-            _store(plan, specification, workload, result)
-            progress.left -= 1
+                result = _failed(specification.name, workload.id, specification.digest, str(error))
+                run.say(f"{specification.name}, {workload.id}: FAILED: {str(error)[:SAID_LETTERS]}")
+            _write(run.directory / cell_file(specification.name, workload.id), result.text())
+            run.left -= 1
     finally:
-        progress.starts_left -= 1
-        progress.say(f"{specification.name}: stopping")
+        run.starts_left -= 1
+        run.say(f"{specification.name}: stopping")
         subprocess.run(["systemctl", "stop", specification.unit], check=False)
+
+
+def _result(configuration: str, workload: str, digest: str, **found: Any) -> CellResult:
+    """A result as of now. Raises ContractError when it cannot be."""
+    at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    identity = {"format": CellResult.FORMAT, "configuration": configuration, "workload": workload, "digest": digest}
+    return CellResult.parse({**identity, "at": at, **found}, f"{configuration}, {workload}")
+
+
+def _failed(configuration: str, workload: str, digest: str, cause: str) -> CellResult:
+    return _result(configuration, workload, digest, status="failed", cause=cause, generator=None, rounds=[])
 
 
 def _start(specification: Specification) -> bool:
@@ -183,14 +225,14 @@ def _cause(specification: Specification) -> str:
 
 
 @contextmanager
-def _round_directory(plan: Plan) -> Iterator[Path]:
-    free = shutil.disk_usage(plan.directory).free
+def _round_directory(run: Run) -> Iterator[Path]:
+    free = shutil.disk_usage(run.directory).free
     if free < FREE_BYTES:
         raise RigctlError(
-            f"{plan.directory} has {free // 1024**2} MiB free, {FREE_BYTES // 1024**2} are needed; "
+            f"{run.directory} has {free // 1024**2} MiB free, {FREE_BYTES // 1024**2} are needed; "
             "finished cells are kept: make room and run the benchmark again"
         )
-    directory = plan.directory / "round"
+    directory = run.directory / "round"
     try:
         yield directory
     except OSError as error:
@@ -201,31 +243,32 @@ def _round_directory(plan: Plan) -> Iterator[Path]:
         ) from None
 
 
-def _cell(plan: Plan, engine: Engine, workload: Workload, directory: Path, progress: Progress) -> dict[str, Any]:
-    specification = engine.specification
+def _cell(run: Run, engine: Engine, workload: Workload, directory: Path) -> dict[str, Any]:
+    specification, sweep = engine.specification, run.sweep
     name = f"{specification.name}, {workload.id}"
     invocation = _property(specification.unit, "InvocationID")
-    texts = plan.prompts.get(workload.prompts, [])
+    texts = sweep.prompts.get(workload.prompts, [])
     try:
-        ratio = _calibrated(plan, engine, workload)
-        progress.say(f"{name}: warming up")
-        warmup_rounds, stable = _warm_up(plan, engine, workload, ratio)
-        rounds: list[dict[str, Any]] = []
-        for number in range(1, plan.settings.rounds + 1):
-            progress.say(f"{name}: round {number} of {plan.settings.rounds}")
+        ratio = _calibrated(run, engine, workload)
+        run.say(f"{name}: warming up")
+        warmup_rounds, stable = _warm_up(run, engine, workload, ratio)
+        rounds: list[Round] = []
+        for number in range(1, sweep.rounds + 1):
+            run.say(f"{name}: round {number} of {sweep.rounds}")
             prompts = requests_of(workload, texts, f"round {number}", ratio)
-            rounds.append(_round(plan, engine, workload, prompts, directory))
-        profiled = _profiled(plan, engine, workload, ratio, progress) if plan.settings.profile else {}
-    except (requests.RequestException, load.LoadFailed, TimeoutError) as error:
+            measured, generator = _round(run, engine, workload, prompts, directory)
+            rounds.append(measured)
+        profiled = _profiled(run, engine, workload, ratio) if sweep.profile else {}
+    except (requests.RequestException, load.LoadFailed, counters.MetricsWrong, TimeoutError) as error:
         raise CellFailed(_explained(specification, invocation, error)) from None
     if _property(specification.unit, "InvocationID") != invocation or not _active(specification.unit):
         raise CellFailed(_explained(specification, invocation, None))
     return {
         "status": "measured",
-        "cause": None,
         "warmup_rounds": warmup_rounds,
         "warmup_stable": stable,
-        "rounds": rounds,
+        "generator": generator,
+        "rounds": [measured.model_dump() for measured in rounds],
         "profile": profiled,
     }
 
@@ -240,44 +283,46 @@ def _explained(specification: Specification, invocation: str, error: Exception |
     return said[:600]
 
 
-def _calibrated(plan: Plan, engine: Engine, workload: Workload) -> float:
+def _calibrated(run: Run, engine: Engine, workload: Workload) -> float:
     """Tokens a filler word is; measured once a sweep and model, so that every configuration gets the same prompts."""
     if not workload.context:
         return 1.0
-    path = plan.directory / "calibration.json"
+    path = run.directory / "calibration.json"
     known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
     if engine.specification.model not in known:
-        known[engine.specification.model] = load.tokens_a_word(engine, WORDS, plan.settings.request_seconds)
-        _write(path, known)
+        known[engine.specification.model] = load.tokens_a_word(engine, WORDS, run.sweep.request_seconds)
+        _write(path, json.dumps(known))
     return known[engine.specification.model]
 
 
-def _warm_up(plan: Plan, engine: Engine, workload: Workload, ratio: float) -> tuple[int, bool | None]:
+def _warm_up(run: Run, engine: Engine, workload: Workload, ratio: float) -> tuple[int, bool | None]:
     """Rounds until two in a row are equally fast. Returns how many, and whether they were (None: one was asked for)."""
-    settings = plan.settings
-    texts = plan.prompts.get(workload.prompts, [])
-    speeds: list[float] = []
-    while len(speeds) < settings.warmup_most:
-        prompts = list(requests_of(workload, texts, f"warm-up {len(speeds)}", ratio, count=workload.concurrency))
-        speeds.append(load.warm(engine.specification, api_key(), workload, prompts, settings.request_seconds))
-        if len(speeds) >= max(2, settings.warmup_least) and _same(speeds[-2], speeds[-1], settings.tolerance):
+    warmup, speeds = run.sweep.warmup, list[float]()
+    while len(speeds) < warmup.most:
+        speeds.append(_unmeasured(run, engine, workload, f"warm-up {len(speeds)}", ratio))
+        if len(speeds) >= max(2, warmup.least) and _same(speeds[-2], speeds[-1], warmup.tolerance):
             return len(speeds), True
     return len(speeds), False if len(speeds) > 1 else None
 
 
-def _profiled(plan: Plan, engine: Engine, workload: Workload, ratio: float, progress: Progress) -> dict[str, float]:
-    """AllReduce's share while the workload runs once more; empty, and told, where it cannot be had."""
+def _unmeasured(run: Run, engine: Engine, workload: Workload, round_name: str, ratio: float) -> float:
+    """One prompt a stream, which no result holds; output tokens a second."""
+    texts = run.sweep.prompts.get(workload.prompts, [])
+    prompts = list(requests_of(workload, texts, round_name, ratio, count=workload.concurrency))
+    return load.warm(engine.specification, api_key(), workload, prompts, run.sweep.request_seconds)
+
+
+def _profiled(run: Run, engine: Engine, workload: Workload, ratio: float) -> dict[str, float]:
+    """AllReduce's share while the workload runs once more; empty, and reported, where it cannot be measured."""
     name = engine.specification.name
-    texts = plan.prompts.get(workload.prompts, [])
-    prompts = list(requests_of(workload, texts, "profile", ratio, count=workload.concurrency))
     tokens = min(workload.output_tokens, profile.PROFILED_TOKENS)
-    short = replace(workload, output_tokens=tokens, ignore_eos=True)
+    short = workload.model_copy(update={"output_tokens": tokens, "ignore_eos": True})
     try:
         profile.start(engine)
-        load.warm(engine.specification, api_key(), short, prompts, plan.settings.request_seconds)
+        _unmeasured(run, engine, short, "profile", ratio)
         return profile.stop(engine, profile.trace_directory(name))
     except profile.ProfileFailed as error:
-        progress.say(f"{name}, {workload.id}: not profiled: {error}")
+        run.say(f"{name}, {workload.id}: not profiled: {error}")
         return {}
 
 
@@ -285,48 +330,26 @@ def _same(one: float, other: float, tolerance: float) -> bool:
     return abs(one - other) <= tolerance * max(one, other)
 
 
-def _round(plan: Plan, engine: Engine, workload: Workload, prompts: Iterator[str], directory: Path) -> dict[str, Any]:
-    """One measured window, with the engine's counters over exactly this window."""
+def _round(run: Run, engine: Engine, workload: Workload, prompts: Iterator[str], directory: Path) -> tuple[Round, str]:
+    """One measured window, with the engine's counters over exactly this window; the load generator's version."""
     specification = engine.specification
     with undisturbed(specification):
         before = counters.wait_idle(engine, IDLE_SECONDS)
         with counters.Observer(engine) as observer:
-            generator = load.Generator(plan.generator, api_key(), plan.settings.request_seconds)
-            measured = generator.measure(workload, specification, prompts, directory)
+            client = load.Generator(run.sweep.generator, api_key(), run.sweep.request_seconds)
+            measured, generator = client.measure(workload, specification, prompts, directory)
         after = counters.wait_idle(engine, IDLE_SECONDS)
     if counters.went_back(before, after, specification.engine):
         raise load.LoadFailed("the engine's counters fell: it was started anew during the round")
-    received = counters.Received(measured["output_tokens"], measured["requests"])
-    return {
-        **measured,
-        "counters": counters.window(before, after, specification, received),
-        "observed": observer.summary(),
-    }
+    counted = counters.window(before, after, specification, measured.requests)
+    return measured.model_copy(update={"counters": counted, "observed": observer.summary()}), generator
 
 
-def _store(plan: Plan, specification: Specification, workload: Workload, result: dict[str, Any]) -> None:
-    content = {
-        "configuration": specification.name,
-        "workload": workload.id,
-        "digest": specification.digest,
-        "at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        **result,
-    }
-    _write(plan.result_path(specification.name, workload.id), content)
-
-
-def _write(path: Path, content: Any) -> None:
-    """Write JSON whole or not at all. Raises RigctlError when it cannot be written."""
-    temporary = path.with_name(f".new-{path.name}")
+def _write(path: Path, text: str) -> None:
+    """Write a file whole or not at all. Raises RigctlError when it cannot be written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
+        write_whole(path, text)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise RigctlError(
             f"{path} cannot be written: {error.strerror}; finished cells are kept: make room and run again"
         ) from None
