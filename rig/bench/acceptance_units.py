@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from packaging.version import Version
 
-@dataclass(frozen=True)
-class Drafting:
+from rigctl.contract.order import Part
+
+
+class Drafting(Part):
     """How an engine drafts: steps is the number of drafted tokens a step, draft_tokens what SGLang verifies.
 
     With topk 1 SGLang verifies steps + 1 tokens, the last one known to be right (engines.md, section 2).
@@ -67,17 +70,8 @@ DEFINITIONS = {
 def own_rate_definition(engine: str, version: str) -> RateDefinition:
     """The definition behind the rate that this release logs and exports. Raises KeyError for an unknown engine."""
     if engine == "sglang":
-        return DEFINITIONS["sglang-gauge-old" if _release(version) < (0, 5, 11) else "sglang-gauge"]
+        return DEFINITIONS["sglang-gauge-old" if Version(version) < Version("0.5.11") else "sglang-gauge"]
     return DEFINITIONS[engine]
-
-
-def _release(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.split(".")[:3]:
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
 
 
 def proper_rate(length: float, steps: int) -> float:

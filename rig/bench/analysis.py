@@ -30,23 +30,9 @@ RULE = (
 )
 
 
-@dataclass(frozen=True)
-class Load:
-    """What a configuration is asked to bear: results are compared within one load only."""
-
-    prompts: str
-    temperature: float
-    context: int
-    concurrency: int
-
-    @property
-    def scene(self) -> Scene:
-        return Scene(self.prompts, self.temperature, self.context)
-
-
 @dataclass(frozen=True, order=True)
 class Scene:
-    """A load without its concurrency: one plot."""
+    """A load without its concurrency: one plot. Results are compared within a scene, at one concurrency."""
 
     prompts: str
     temperature: float
@@ -58,9 +44,8 @@ class Scene:
         return f"{length}, prompts {self.prompts}, temperature {self.temperature:g}"
 
 
-def load_of(result: Result) -> Load:
-    workload = result.workload
-    return Load(workload.prompts, workload.temperature, workload.context, workload.concurrency)
+def scene_of(result: Result) -> Scene:
+    return Scene(result.workload.prompts, result.workload.temperature, result.workload.context)
 
 
 @dataclass(frozen=True)
@@ -132,9 +117,10 @@ class Study:
     results: Sequence[Result]
 
     @cached_property
-    def points(self) -> Mapping[tuple[Load, str], Point]:
-        found = ((load_of(result), result.configuration.name, point(result)) for result in self.results)
-        return {(load, name): one for load, name, one in found if one is not None}
+    def points(self) -> Mapping[tuple[Scene, int, str], Point]:
+        """By scene, concurrency and configuration."""
+        found = {(scene_of(r), r.workload.concurrency, r.configuration.name): point(r) for r in self.results}
+        return {key: one for key, one in found.items() if one is not None}
 
     @cached_property
     def failed(self) -> list[Result]:
@@ -148,26 +134,26 @@ class Study:
 
     @cached_property
     def scenes(self) -> list[Scene]:
-        return sorted({load.scene for load, _ in self.points})
+        return sorted({scene for scene, _, _ in self.points})
 
     def line(self, scene: Scene, name: str) -> list[tuple[int, Point]]:
         """Points of one configuration by concurrency."""
-        found = [(load.concurrency, p) for (load, n), p in self.points.items() if n == name and load.scene == scene]
-        return sorted(found, key=lambda pair: pair[0])
+        return [(c, self.points[scene, c, name]) for c in self.concurrencies(scene) if (scene, c, name) in self.points]
 
     def at(self, scene: Scene, concurrency: int) -> list[Point]:
-        load = Load(scene.prompts, scene.temperature, scene.context, concurrency)
-        return [self.points[load, name] for name in self.names if (load, name) in self.points]
+        keys = ((scene, concurrency, name) for name in self.names)
+        return [self.points[key] for key in keys if key in self.points]
 
     def concurrencies(self, scene: Scene) -> list[int]:
-        return sorted({load.concurrency for load, _ in self.points if load.scene == scene})
+        return sorted({concurrency for one, concurrency, _ in self.points if one == scene})
 
 
 def newest(entries: Iterable[Result]) -> dict[str, Study]:
     """One study a host, of the newest result of each configuration and load."""
-    kept: dict[tuple[str, Load, str], Result] = {}
-    for result in sorted(entries, key=lambda r: (r.at, r.id)):
-        kept[result.host, load_of(result), result.configuration.name] = result
+    kept = {
+        (r.host, scene_of(r), r.workload.concurrency, r.configuration.name): r
+        for r in sorted(entries, key=lambda r: (r.at, r.id))
+    }
     hosts = sorted({result.host for result in kept.values()})
     return {host: Study(host, [r for r in kept.values() if r.host == host]) for host in hosts}
 
@@ -267,8 +253,7 @@ def drafted(study: Study, scene: Scene, name: str) -> list[Drafted]:
     found: list[Drafted] = []
     for concurrency, own in study.line(scene, name):
         base = base_of(study, own.result)
-        load = Load(scene.prompts, scene.temperature, scene.context, concurrency)
-        against = study.points.get((load, base)) if base else None
+        against = study.points.get((scene, concurrency, base)) if base else None
         if base is None or against is None or own.length is None or unfair([against, own]):
             continue
         speedup = own.total.median / against.total.median
@@ -387,30 +372,29 @@ def _readings(entry: Reference, speedup: float | None) -> Iterator[Reading]:
     if drafter is None:
         return
     for acceptance in entry.acceptance:
-        length = acceptance.length(drafter.drafting)
+        length = acceptance.length(drafter)
         cost = step_cost(length, speedup) if speedup else None
         yield Reading(DEFINITIONS[acceptance.definition].words, length, proper_rate(length, drafter.steps), cost)
 
 
+def _figures(what: str, entry: Reference, base: Reference | None) -> tuple[float, float] | None:
+    """A figure of an entry and the same of its base, where both have it."""
+    values = [found.value for one in (entry, base) if one and (found := one.figure(what)) and found.value]
+    return (values[0], values[1]) if len(values) == 2 else None
+
+
 def _reported_speedup(entry: Reference, base: Reference | None) -> tuple[float | None, str]:
-    ratio = entry.figure("ratio_to_base")
-    if ratio is not None:
+    if (ratio := entry.figure("ratio_to_base")) is not None:
         return ratio.value, "as reported"
-    mine = entry.figure("single_stream_tok_s")
-    theirs = base.figure("single_stream_tok_s") if base else None
-    if mine is None or theirs is None or mine.value is None or not theirs.value:
-        return None, ""
-    return mine.value / theirs.value, "single stream"
+    single = _figures("single_stream_tok_s", entry, base)
+    return (single[0] / single[1], "single stream") if single else (None, "")
 
 
 def _limit_note(entry: Reference, base: Reference | None, speedup: float | None) -> str:
     """The explanation of a peak that a hidden limit held down."""
-    mine = entry.figure("peak_tok_s")
-    theirs = base.figure("peak_tok_s") if base else None
+    peaks = _figures("peak_tok_s", entry, base)
     limit = entry.configuration.effective_limit
-    if base is None or mine is None or theirs is None or not mine.value or not theirs.value:
-        return ""
-    if limit is None or limit == base.configuration.effective_limit or mine.value >= theirs.value:
+    if base is None or peaks is None or limit in (None, base.configuration.effective_limit) or peaks[0] >= peaks[1]:
         return ""
     automatic = (
         ""
@@ -419,7 +403,7 @@ def _limit_note(entry: Reference, base: Reference | None, speedup: float | None)
     )
     alone = f" A single stream was {speedup:.2f} times its base, so the drafter does not explain it." if speedup else ""
     return (
-        f"The peak of {mine.value:,g} against {theirs.value:,g} tok/s compares limits, not drafters: at most {limit} "
-        f"requests ran{automatic}, that is {mine.value / limit:.1f} tok/s a stream, while the base had no such limit."
+        f"The peak of {peaks[0]:,g} against {peaks[1]:,g} tok/s compares limits, not drafters: at most {limit} "
+        f"requests ran{automatic}, that is {peaks[0] / limit:.1f} tok/s a stream, while the base had no such limit."
         f"{alone} Measure both with the same max_running_requests."
     )

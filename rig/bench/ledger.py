@@ -23,18 +23,12 @@ class LedgerError(Exception):
     """A ledger that cannot be read or written. The message names the file and what to do."""
 
 
-class Drafter(Part):
-    """How a configuration speculates. rate_definition: key of rig.bench.acceptance_units.DEFINITIONS."""
+class Drafter(Drafting):
+    """How a configuration speculates."""
 
     name: str
-    steps: int
-    draft_tokens: int | None = None
     targets: list[str] = Field(default_factory=list)
     layer_ids: list[int] | None = None
-
-    @property
-    def drafting(self) -> Drafting:
-        return Drafting(self.steps, self.draft_tokens)
 
 
 class ServedAs(Part):
@@ -212,8 +206,3 @@ def results(entries: Iterable[Result | Reference]) -> list[Result]:
 def references(entries: Iterable[Result | Reference]) -> list[Reference]:
     """The reported ones."""
     return [entry for entry in entries if isinstance(entry, Reference)]
-
-
-def schema() -> dict[str, Any]:
-    """JSON schema of an entry."""
-    return _ENTRY.json_schema()

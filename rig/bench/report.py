@@ -14,9 +14,9 @@ from jinja2 import FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from rig.bench import plots
-from rig.bench.analysis import newest
+from rig.bench.analysis import RULE, newest
 from rig.bench.ledger import LedgerError, Reference, Result, references, results
-from rig.bench.views import RULE, Cell, HostView, Number, ReferenceView, host_view, reference_views
+from rig.bench.views import Cell, HostView, Number, ReferenceView, host_view, reference_views
 from rig.catalog.entries import ROOT
 
 
@@ -75,37 +75,28 @@ def _peaks(view: ReferenceView) -> Markup | None:
 
 def page(entries: Iterable[Result | Reference], now: datetime | None = None) -> str:
     """The HTML page. Raises PlottingMissing without matplotlib."""
-    hosts, reported = _views(entries)
-    return (
-        _jinja(html=True)
-        .get_template("bench_report.html.j2")
-        .render(
-            hosts=[(view, _host_pictures(view)) for view in hosts],
-            reported=[(view, _peaks(view)) for view in reported],
-            rule=RULE,
-            made=_stamp(now),
-        )
-    )
+    return _render("bench_report.html.j2", entries, now)
 
 
 def markdown(entries: Iterable[Result | Reference], now: datetime | None = None) -> str:
     """The same for a terminal or a pull request."""
-    hosts, reported = _views(entries)
-    return (
-        _jinja(html=False)
-        .get_template("bench_report.md.j2")
-        .render(hosts=hosts, reported=reported, rule=RULE, made=_stamp(now))
-    )
+    return _render("bench_report.md.j2", entries, now)
 
 
-def _views(entries: Iterable[Result | Reference]) -> tuple[list[HostView], list[ReferenceView]]:
+def _render(template: str, entries: Iterable[Result | Reference], now: datetime | None) -> str:
     listed = list(entries)
-    hosts = [host_view(study) for study in newest(results(listed)).values()]
-    return hosts, reference_views(references(listed))
-
-
-def _stamp(now: datetime | None) -> str:
-    return (now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC")
+    return (
+        _jinja(html=".html" in template)
+        .get_template(template)
+        .render(
+            hosts=[host_view(study) for study in newest(results(listed)).values()],
+            reported=reference_views(references(listed)),
+            rule=RULE,
+            made=(now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
+            pictures=_host_pictures,
+            peaks=_peaks,
+        )
+    )
 
 
 def write(entries: Sequence[Result | Reference], directory: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from rig.bench.sweeps import SweepEntry
 from rig.catalog.entries import Checkpoint, Configuration
-from rig.catalog.yaml_source import CatalogError
+from rig.catalog.yaml_source import CatalogError, Document
 from rig.plan.host_plan import HostPlan
 from rigctl.contract import layout
 
@@ -105,21 +105,13 @@ def profiler(plan: HostPlan, base: str, name: str) -> dict[str, Any]:
 
 
 def _changed(configuration: Configuration, change: Mapping[str, Any], name: str) -> Configuration:
-    data = _merged(configuration.model_dump(), {"description": f"{configuration.description} ({name})", **change})
+    described = {"description": f"{configuration.description} ({name})", **change}
+    data = Document(configuration.model_dump()).merged(Document(described)).data
     try:
         return Configuration.model_validate(data)
     except ValidationError as error:
         found = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
         raise CatalogError(f"variant {name}: {found}") from None
-
-
-def _merged(old: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(old)
-    for key, value in change.items():
-        mine = merged.get(key)
-        both = isinstance(mine, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(mine, value) if both else value  # type: ignore[arg-type]
-    return merged
 
 
 def _layers_as_they_stand(entry: Checkpoint) -> Checkpoint:

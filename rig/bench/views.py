@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 
 from rig.bench.acceptance_units import band, own_rate_definition
 from rig.bench.analysis import (
-    RULE,
     Drafted,
     Judged,
-    Load,
     Point,
     Scene,
     Study,
@@ -141,7 +139,8 @@ def _speed_row(point: Point) -> list[Cell]:
     total = sum(value for value in counted if value is not None)
     watts = [sum(gpu.power_w for gpu in measured.observed.gpus) for measured in rounds if measured.observed.gpus]
     share = point.result.profile.get("all_reduce_share")
-    low, high = (Number(value, 1, name, "rounds.output_tok_s:" + which) for value, which in _range(point))
+    low = Number(point.total.low, 1, name, "rounds.output_tok_s:min")
+    high = Number(point.total.high, 1, name, "rounds.output_tok_s:max")
     return [
         *_title(point),
         Number(point.total.median, 1, name, "rounds.output_tok_s:median"),
@@ -158,10 +157,6 @@ def _speed_row(point: Point) -> list[Cell]:
         Number(max(watts), 0, name, "rounds.observed.gpus:power_w") if watts else None,
         Number(100 * share, 1, name, "profile.all_reduce_share") if share is not None else None,
     ]
-
-
-def _range(point: Point) -> tuple[tuple[float, str], tuple[float, str]]:
-    return (point.total.low, "min"), (point.total.high, "max")
 
 
 def _most(result: Result, gauge: str, digits: int = 0) -> Number | None:
@@ -250,8 +245,7 @@ def _break_even(study: Study, scene: Scene) -> Table | None:
 
 
 def _break_even_row(study: Study, scene: Scene, one: Drafted) -> list[Cell]:
-    load = Load(scene.prompts, scene.temperature, scene.context, one.concurrency)
-    own, base = study.points[load, one.name].result, study.points[load, one.base].result
+    own, base = (study.points[scene, one.concurrency, name].result for name in (one.name, one.base))
     return [
         one.name,
         _concurrency(own),
@@ -412,6 +406,3 @@ def _figure(entry: Reference, index: int) -> Iterator[Item]:
 
 def _digits(value: float) -> int:
     return len(f"{value:g}".partition(".")[2]) if value < 1e5 else 0
-
-
-__all__ = ["RULE", "HostView", "Number", "ReferenceView", "SceneView", "Table", "host_view", "reference_views"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rig.bench import ledger, report
-from rig.bench.analysis import Study, load_of, newest, point, unfair
+from rig.bench.analysis import newest, point, unfair
 from rig.bench.fairness import is_noise
 from rig.bench.plots import PlottingMissing
 from rig.bench.views import diagnose_point
@@ -98,25 +98,22 @@ def compare_command(arguments: argparse.Namespace) -> int:
 
 def diagnose_command(arguments: argparse.Namespace) -> int:
     """Why a drafter does badly, load by load."""
-    found = False
-    for study in newest(ledger.results(ledger.read(arguments.ledger))).values():
-        found = _diagnose(study, arguments.configuration) or found
-    if not found:
+    drafting = [
+        (study, scene, concurrency, one)
+        for study in newest(ledger.results(ledger.read(arguments.ledger))).values()
+        for (scene, concurrency, name), one in study.points.items()
+        if name == arguments.configuration and one.length is not None
+    ]
+    if not drafting:
         raise ledger.LedgerError(f"no result of {arguments.configuration} counted drafts")
-    return 0
-
-
-def _diagnose(study: Study, name: str) -> bool:
-    drafting = [p for (_, n), p in study.points.items() if n == name and p.length is not None]
-    for one in drafting:
-        load = load_of(one.result)
-        print(f"{study.host}  {load.scene.title}, {load.concurrency} concurrent: acceptance length {one.length:.2f}")
-        hypotheses = diagnose_point(study, load.scene, one)
+    for study, scene, concurrency, one in drafting:
+        print(f"{study.host}  {scene.title}, {concurrency} concurrent: acceptance length {one.length:.2f}")
+        hypotheses = diagnose_point(study, scene, one)
         if not hypotheses:
             print("  not low")
         for hypothesis in hypotheses:
             print(f"  {hypothesis.weight:<10} {hypothesis.cause}: {hypothesis.why}. Decides: {hypothesis.experiment}")
-    return bool(drafting)
+    return 0
 
 
 def parser() -> argparse.ArgumentParser:

@@ -18,11 +18,11 @@ FEBRUARY = {entry.id: entry for entry in references(read(DIRECTORY / "reference"
 @pytest.mark.parametrize(
     ("definition", "rate", "drafting", "length"),
     [
-        ("vllm", 0.15, Drafting(5), 1.75),
-        ("sglang-gauge-old", 0.42, Drafting(3, 4), 1.68),
-        ("sglang-request", 0.42, Drafting(3, 4), 2.26),
-        ("sglang-gauge-old", 0.25, Drafting(3, 4), 1.0),  # a drafter that is never right
-        ("sglang-gauge", 0.0, Drafting(3, 4), 1.0),
+        ("vllm", 0.15, Drafting(steps=5), 1.75),
+        ("sglang-gauge-old", 0.42, Drafting(steps=3, draft_tokens=4), 1.68),
+        ("sglang-request", 0.42, Drafting(steps=3, draft_tokens=4), 2.26),
+        ("sglang-gauge-old", 0.25, Drafting(steps=3, draft_tokens=4), 1.0),  # a drafter that is never right
+        ("sglang-gauge", 0.0, Drafting(steps=3, draft_tokens=4), 1.0),
     ],
 )
 def test_rates_become_one_length(definition: str, rate: float, drafting: Drafting, length: float) -> None:

@@ -6,8 +6,6 @@ Names as vLLM 0.16 to 0.33 and SGLang 0.5.9 to 0.5.23 export them (engines.md, s
 from __future__ import annotations
 
 import math
-import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +16,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from rigctl.contract.sweep import Counters, Gpu, Observed
+from rigctl.supervisor.activity import nvidia_smi
 from rigctl.supervisor.engine_client import Engine
 from rigctl.supervisor.specification import Specification
 
@@ -169,15 +168,10 @@ class Observer:
 
 def gpu_state() -> list[Gpu]:
     """Power (W), SM clock (MHz) and memory (MiB) of every GPU; empty where there is none."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     found: list[Gpu] = []
-    for line in result.stdout.splitlines() if result.returncode == 0 else []:
-        index, name, *numbers = [part.strip() for part in line.split(",")]
+    for row in nvidia_smi(f"--query-gpu={GPU_QUERY}"):
         try:
+            index, name, *numbers = row
             power, clock, memory = (float(number) for number in numbers)
         except ValueError:
             continue  # a card that reports [N/A]

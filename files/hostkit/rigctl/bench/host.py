@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +17,8 @@ from rigctl.contract import layout
 from rigctl.contract.order import faults
 from rigctl.contract.sweep import HostFacts, ModelFacts
 from rigctl.errors import RigctlError
+from rigctl.supervisor.activity import nvidia_smi
+from rigctl.supervisor.specification import read_json
 
 RECEIPT = Path(layout.RECEIPT)
 
@@ -30,7 +29,7 @@ def host_facts(models: Sequence[str]) -> HostFacts:
         hardware=_hardware(),
         driver=_driver(),
         kernel=platform.release(),
-        receipt=_json(RECEIPT),
+        receipt=read_json(RECEIPT) or {},
         models={path: _model(Path(path)) for path in models},
     )
 
@@ -45,24 +44,12 @@ def _hardware() -> str:
 
 
 def _driver() -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-    return lines[0] if lines else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return _mapping(found)
+    return next((row[0] for row in nvidia_smi("--query-gpu=driver_version")), None)
 
 
 def _model(path: Path) -> ModelFacts:
     """Layers, and the layer ids a drafter's config.json names at its top or in eagle_config."""
-    config = _json(path / "config.json")
+    config = read_json(path / "config.json") or {}
     text, eagle = (_mapping(config.get(key)) for key in ("text_config", "eagle_config"))
     key = "eagle_aux_hidden_state_layer_ids"
     found = {"layers": (text or config).get("num_hidden_layers"), "layer_ids": config.get(key) or eagle.get(key)}
@@ -82,7 +69,7 @@ def shifted_drafter(source: Path, destination: Path, target: Path, shift: int) -
     Where the drafter names none, both engines' default (2, N // 2, N - 3) is shifted. Raises RigctlError when source or
     target cannot be read, or an id would leave the target's layers.
     """
-    config = _json(source / "config.json")
+    config = read_json(source / "config.json")
     layers = _model(target).layers
     if not config or not layers:
         raise RigctlError(f"{source}/config.json or {target}/config.json cannot be read, or names no layers")
