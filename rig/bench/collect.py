@@ -17,7 +17,7 @@ def to_result(cell: CellResult, sweep: HostSweep, derived: Derived, host: str, f
     """One cell with what is known of host and configuration. Raises LedgerError for a cell that the sweep has not."""
     if (cell.configuration, cell.workload) not in sweep.order.pairs:
         raise ledger.LedgerError(f"{cell.configuration}, {cell.workload}: not a result of sweep {sweep.order.id}")
-    workload = sweep.order.workload(cell.workload)
+    workload = next(one for one in sweep.order.workloads if one.id == cell.workload)
     stamp = "".join(c for c in cell.at if c.isalnum()).lower()
     same = ("at", "status", "cause", "order", "warmup_rounds", "warmup_stable", "rounds", "profile")
     try:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -101,20 +100,15 @@ def _render(template: str, entries: Iterable[Result | Reference], now: datetime 
 
 def write(entries: Sequence[Result | Reference], directory: Path) -> list[Path]:
     """Write report.html and report.md, each whole or not at all. Raises LedgerError when that fails."""
-    written: list[Path] = []
-    for name, text in (("report.html", page(entries)), ("report.md", markdown(entries))):
-        path = directory / name
+    made = {directory / "report.html": page(entries), directory / "report.md": markdown(entries)}
+    for path, text in made.items():
+        temporary = path.with_name(f".new-{path.name}")
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=directory, prefix=".new-")
-            try:
-                with os.fdopen(handle, "w", encoding="utf-8") as file:
-                    file.write(text)
-                Path(temporary).chmod(0o644)
-                Path(temporary).replace(path)
-            finally:
-                Path(temporary).unlink(missing_ok=True)
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
         except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
             raise LedgerError(f"{path} cannot be written: {error.strerror}") from None
-        written.append(path)
-    return written
+    return list(made)

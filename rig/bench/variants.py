@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ from rig.catalog.entries import Checkpoint, Configuration
 from rig.catalog.yaml_source import CatalogError, Document
 from rig.plan.host_plan import HostPlan
 from rigctl.contract import layout
+from rigctl.contract.order import faults
 
 LAYER_SHIFT = "layer_shift"
 PROFILED = "profiled"
@@ -53,39 +55,33 @@ def derive(plan: HostPlan, sweep: SweepEntry, configurations: Sequence[str]) -> 
     variants: Mapping[str, Mapping[str, Any]] = sweep.variants or ({PROFILED: {}} if sweep.profile else {})
     if not variants:
         return Derived(plan, list(configurations), [], [])
-    serving, paths = dict(plan.serving), dict(plan.checkpoint_paths)
-    checkpoints, drafters, made = dict(plan.checkpoints), [], []
-    derived_from: dict[str, str] = {}
-    for base in configurations:
-        for variant, change in variants.items():
-            name = f"{base}.{variant}"
-            changed = {key: value for key, value in change.items() if key != LAYER_SHIFT}
-            serving[name] = _changed(plan.serving[base], changed, name)
-            if sweep.profile:
-                serving[name] = _changed(serving[name], profiler(plan, base, name), name)
-            if LAYER_SHIFT in change:
-                if type(change[LAYER_SHIFT]) is not int:
-                    raise CatalogError(f"variant {name}: {LAYER_SHIFT} is a whole number (got {change[LAYER_SHIFT]!r})")
-                drafter = _shifted(plan, base, variant, change[LAYER_SHIFT])
-                drafters.append(drafter)
-                speculation = {"speculation": {"drafter": drafter.name}}
-                serving[name] = _changed(serving[name], speculation, name)
-                paths[drafter.name] = drafter.path
-                checkpoints[drafter.name] = _layers_as_they_stand(plan.checkpoints[drafter.source])
-                derived_from[drafter.name] = drafter.source
-            _check_drafter(serving[name], paths, name)
-            made.append(name)
-    derived = replace(plan, serving=serving, checkpoint_paths=paths, checkpoints=checkpoints, derived_from=derived_from)
+    serving, drafters = dict(plan.serving), list[ShiftedDrafter]()
+    for base, (variant, change) in itertools.product(configurations, variants.items()):
+        name = f"{base}.{variant}"
+        changes = [{key: value for key, value in change.items() if key != LAYER_SHIFT}]
+        if sweep.profile:
+            changes.append(profiler(plan, base, name))
+        if LAYER_SHIFT in change:
+            drafters.append(_shifted(plan, base, variant, change[LAYER_SHIFT]))
+            changes.append({"speculation": {"drafter": drafters[-1].name}})
+        serving[name] = _changed(plan.serving[base], changes, name)
+    originals = {drafter.name: plan.checkpoints[drafter.source] for drafter in drafters}
+    derived = replace(
+        plan,
+        serving=serving,
+        checkpoint_paths={**plan.checkpoint_paths, **{drafter.name: drafter.path for drafter in drafters}},
+        checkpoints={**plan.checkpoints, **{name: _layers_as_they_stand(one) for name, one in originals.items()}},
+        derived_from={drafter.name: drafter.source for drafter in drafters},
+    )
+    made = [f"{base}.{variant}" for base in configurations for variant in variants]
+    for name in made:
+        speculation = serving[name].speculation
+        if speculation is not None and speculation.drafter not in derived.checkpoint_paths:
+            raise CatalogError(
+                f"variant {name}: drafter {speculation.drafter} is not on this host; "
+                "deploy a configuration that uses it first"
+            )
     return Derived(derived, made, made, drafters)
-
-
-def _check_drafter(configuration: Configuration, paths: Mapping[str, str], name: str) -> None:
-    speculation = configuration.speculation
-    if speculation is not None and speculation.drafter not in paths:
-        raise CatalogError(
-            f"variant {name}: drafter {speculation.drafter} is not on this host; "
-            "deploy a configuration that uses it first"
-        )
 
 
 def profiler(plan: HostPlan, base: str, name: str) -> dict[str, Any]:
@@ -104,14 +100,14 @@ def profiler(plan: HostPlan, base: str, name: str) -> dict[str, Any]:
     return {"flags": {"profiler-config": settings}}
 
 
-def _changed(configuration: Configuration, change: Mapping[str, Any], name: str) -> Configuration:
-    described = {"description": f"{configuration.description} ({name})", **change}
-    data = Document(configuration.model_dump()).merged(Document(described)).data
+def _changed(configuration: Configuration, changes: Sequence[Mapping[str, Any]], name: str) -> Configuration:
+    document = Document(configuration.model_dump())
+    for change in ({"description": f"{configuration.description} ({name})"}, *changes):
+        document = document.merged(Document(dict(change)))
     try:
-        return Configuration.model_validate(data)
+        return Configuration.model_validate(document.data)
     except ValidationError as error:
-        found = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
-        raise CatalogError(f"variant {name}: {found}") from None
+        raise CatalogError("; ".join(f"variant {name}: {fault}" for fault in faults(error, Configuration))) from None
 
 
 def _layers_as_they_stand(entry: Checkpoint) -> Checkpoint:
@@ -120,7 +116,9 @@ def _layers_as_they_stand(entry: Checkpoint) -> Checkpoint:
     return entry.model_copy(update={"training": training})
 
 
-def _shifted(plan: HostPlan, base: str, variant: str, shift: int) -> ShiftedDrafter:
+def _shifted(plan: HostPlan, base: str, variant: str, shift: Any) -> ShiftedDrafter:
+    if type(shift) is not int:
+        raise CatalogError(f"variant {base}.{variant}: {LAYER_SHIFT} is a whole number (got {shift!r})")
     configuration = plan.serving[base]
     if configuration.speculation is None:
         raise CatalogError(f"variant {variant} shifts a drafter's layer ids, {base} has no drafter")

@@ -265,9 +265,9 @@ def test_metrics_that_cannot_be_are_named(text: str, monkeypatch: pytest.MonkeyP
 def test_an_answer_that_does_not_count_is_a_failure(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "completion", lambda *_, **__: answer)
     workload = Sweep.parse(SWEEP_0, "sweep").workloads[0]
-    with pytest.raises(load.LoadFailed, match="an answer with completion_tokens"):
+    with pytest.raises(load.LoadFailed, match=r"an answer without its number of tokens \(completion_tokens is"):
         load.warm(specification("vllm"), None, workload, ["x"], 1)
-    with pytest.raises(load.LoadFailed, match="an answer with prompt_tokens"):
+    with pytest.raises(load.LoadFailed, match=r"an answer without its number of tokens \(prompt_tokens is None"):
         load.tokens_a_word(Engine(specification("vllm")), ["x"], 1)
 
 

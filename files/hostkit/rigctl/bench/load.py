@@ -282,7 +282,7 @@ def _used(answer: Any, name: str) -> int:
     usage = answer.get("usage") if isinstance(answer, dict) else None
     count = usage.get(name) if isinstance(usage, dict) else None
     if type(count) is not int or count < 1:
-        raise LoadFailed(f"an answer with {name} {count!r}: {str(answer)[:200]}")
+        raise LoadFailed(f"an answer without its number of tokens ({name} is {count!r}): {str(answer)[:200]}")
     return count
 
 

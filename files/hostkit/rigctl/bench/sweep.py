@@ -118,10 +118,11 @@ def _is_measured(directory: Path, configuration: str, workload: str) -> bool:
 def _run(sweep: Sweep, directory: Path) -> int:
     if not os.access(sweep.generator, os.X_OK):
         raise RigctlError(f"{sweep.generator} does not exist; run benchmark.py again")
-    todo: dict[str, list[Workload]] = {}
-    for name, workload in sweep.pairs:
-        if not _is_measured(directory, name, workload):
-            todo.setdefault(name, []).append(sweep.workload(workload))
+    todo = {
+        name: [w for w in sweep.workloads if w.id in listed and not _is_measured(directory, name, w.id)]
+        for name, listed in sweep.cells.items()
+    }
+    todo = {name: workloads for name, workloads in todo.items() if workloads}
     run = Run(sweep, directory, sum(map(len, todo.values())), len(todo))
     before = [specification.unit for specification in installed() if _active(specification.unit)]
     run.say("the sweep begins")

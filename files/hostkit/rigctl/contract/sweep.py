@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rigctl.contract.order import ContractError, Document, Order, Part
+from rigctl.contract.order import Document, Order, Part
 
 SYNTHETIC = "synthetic"
 """The prompt set that is made on the host."""
@@ -116,13 +116,6 @@ class Sweep(Order, Measuring):
     def pairs(self) -> list[tuple[str, str]]:
         """Configuration and workload of every cell."""
         return [(name, workload) for name, workloads in self.cells.items() for workload in workloads]
-
-    def workload(self, name: str) -> Workload:
-        """One workload. Raises ContractError when the sweep has none of this name."""
-        for workload in self.workloads:
-            if workload.id == name:
-                return workload
-        raise ContractError(f"the sweep {self.id} has no workload {name}")
 
 
 def cell_file(configuration: str, workload: str) -> str:
