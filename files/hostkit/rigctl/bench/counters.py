@@ -16,7 +16,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from rigctl.contract.sweep import Counters, Gpu, Observed
-from rigctl.supervisor.activity import nvidia_smi
+from rigctl.nvidia_smi import nvidia_smi
 from rigctl.supervisor.engine_client import Engine
 from rigctl.supervisor.specification import Specification
 

@@ -17,7 +17,7 @@ from rigctl.contract import layout
 from rigctl.contract.order import faults
 from rigctl.contract.sweep import HostFacts, ModelFacts
 from rigctl.errors import RigctlError
-from rigctl.supervisor.activity import nvidia_smi
+from rigctl.nvidia_smi import nvidia_smi
 from rigctl.supervisor.specification import read_json
 
 RECEIPT = Path(layout.RECEIPT)
