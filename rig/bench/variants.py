@@ -107,7 +107,9 @@ def _changed(configuration: Configuration, changes: Sequence[Mapping[str, Any]],
     try:
         return Configuration.model_validate(document.data)
     except ValidationError as error:
-        raise CatalogError("; ".join(f"variant {name}: {fault}" for fault in faults(error, Configuration))) from None
+        raise CatalogError(
+            "; ".join(f"variant {name}: {fault}" for fault in faults(error, Configuration, document.data))
+        ) from None
 
 
 def _layers_as_they_stand(entry: Checkpoint) -> Checkpoint:

@@ -18,7 +18,7 @@ from rigctl.contract.order import faults
 from rigctl.contract.sweep import HostFacts, ModelFacts
 from rigctl.errors import RigctlError
 from rigctl.nvidia_smi import nvidia_smi
-from rigctl.supervisor.specification import read_json
+from rigctl.whole_files import read_object
 
 RECEIPT = Path(layout.RECEIPT)
 
@@ -29,7 +29,7 @@ def host_facts(models: Sequence[str]) -> HostFacts:
         hardware=_hardware(),
         driver=_driver(),
         kernel=platform.release(),
-        receipt=read_json(RECEIPT) or {},
+        receipt=read_object(RECEIPT) or {},
         models={path: _model(Path(path)) for path in models},
     )
 
@@ -49,14 +49,14 @@ def _driver() -> str | None:
 
 def _model(path: Path) -> ModelFacts:
     """Layers, and the layer ids a drafter's config.json names at its top or in eagle_config."""
-    config = read_json(path / "config.json") or {}
+    config = read_object(path / "config.json") or {}
     text, eagle = (_mapping(config.get(key)) for key in ("text_config", "eagle_config"))
     key = "eagle_aux_hidden_state_layer_ids"
     found = {"layers": (text or config).get("num_hidden_layers"), "layer_ids": config.get(key) or eagle.get(key)}
     try:
         return ModelFacts.model_validate(found)
     except ValidationError as error:
-        raise RigctlError(f"{path}/config.json: {'; '.join(faults(error, ModelFacts))}") from None
+        raise RigctlError(f"{path}/config.json: {'; '.join(faults(error, ModelFacts, found))}") from None
 
 
 def _mapping(value: object) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def shifted_drafter(source: Path, destination: Path, target: Path, shift: int) -
     Where the drafter names none, both engines' default (2, N // 2, N - 3) is shifted. Raises RigctlError when source or
     target cannot be read, or an id would leave the target's layers.
     """
-    config = read_json(source / "config.json")
+    config = read_object(source / "config.json")
     layers = _model(target).layers
     if not config or not layers:
         raise RigctlError(f"{source}/config.json or {target}/config.json cannot be read, or names no layers")

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, quantiles
@@ -251,7 +252,10 @@ def _valid(model: type[Model], text: bytes, where: str) -> Model:
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
-        raise LoadFailed(f"{where}: {'; '.join(faults(error, model))}") from None
+        document = None
+        with suppress(ValueError, RecursionError):  # what is no JSON has no fields to name
+            document = json.loads(text)
+        raise LoadFailed(f"{where}: {'; '.join(faults(error, model, document))}") from None
 
 
 def _distribution(values: list[float]) -> Distribution:

@@ -24,13 +24,13 @@ import requests
 
 from rigctl.bench import counters, load, profile
 from rigctl.bench.prompts import WORDS, requests_of
-from rigctl.checkpoints.paths import write_whole
 from rigctl.contract.order import ContractError
 from rigctl.contract.sweep import CellResult, Round, Sweep, Workload, cell_file
 from rigctl.errors import RigctlError
 from rigctl.supervisor.engine_client import Engine, api_key
 from rigctl.supervisor.measurement_pause import undisturbed
 from rigctl.supervisor.specification import Specification, installed, named
+from rigctl.whole_files import write_whole
 
 IDLE_SECONDS = 60
 # A round's prompts and records at the largest loads; below this the disk is as good as full.
