@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rig.catalog.entries import INVENTORY, Checkpoint
+from rig.catalog.entries import Checkpoint, inventory_directory
 from rig.plan.host_plan import HostPlan
 from rigctl.contract import layout
 from rigctl.contract.checkpoint_job import CheckpointJob, Secret
@@ -80,7 +80,7 @@ def described(entry: Checkpoint) -> str:
 
 def local_manifest(name: str) -> Path:
     """Where the repository keeps a pinned revision's manifest."""
-    return INVENTORY / "manifests" / f"{name}.json"
+    return inventory_directory() / "manifests" / f"{name}.json"
 
 
 def manifest(name: str, entry: Checkpoint) -> Manifest | None:

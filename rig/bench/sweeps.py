@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from rig.artifacts.units import run_specification
-from rig.catalog.entries import INVENTORY, NAME, ROOT, Configuration
+from rig.catalog.entries import NAME, ROOT, Configuration, inventory_directory
 from rig.catalog.yaml_source import CatalogError, load
 from rig.plan.host_plan import HostPlan, canonical_digest
 from rigctl.contract import layout
@@ -63,9 +63,10 @@ class SweepEntry(Measuring):
     """Name -> keys of serving.yaml that differ, or layer_shift; each makes a configuration of its own."""
 
 
-def load_sweeps(inventory: Path = INVENTORY) -> dict[str, SweepEntry]:
+def load_sweeps(inventory: Path | None = None) -> dict[str, SweepEntry]:
     """Read and check inventory/benchmark.yaml. Raises CatalogError listing every finding with file and line."""
-    document = load(inventory / FILE, shown_as=f"{inventory.name}/{FILE}")
+    directory = inventory or inventory_directory()
+    document = load(directory / FILE, shown_as=f"{directory.name}/{FILE}")
     sweeps: dict[str, SweepEntry] = {}
     findings: list[str] = []
     for name, value in document.data.items():
@@ -91,7 +92,7 @@ def load_sweeps(inventory: Path = INVENTORY) -> dict[str, SweepEntry]:
     return sweeps
 
 
-def find_sweep(name: str, inventory: Path = INVENTORY) -> SweepEntry:
+def find_sweep(name: str, inventory: Path | None = None) -> SweepEntry:
     """One sweep. Raises CatalogError when there is none of this name."""
     sweeps = load_sweeps(inventory)
     if name not in sweeps:

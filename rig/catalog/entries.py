@@ -9,7 +9,9 @@ import ipaddress
 import itertools
 import json
 import math
+import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -40,7 +42,6 @@ from rigctl.contract.sources import Source
 from rigctl.errors import RigctlError
 
 ROOT = Path(__file__).resolve().parents[2]
-INVENTORY = ROOT / "inventory"
 SECTIONS = ("serving", "checkpoints", "releases")
 
 # systemd allows 255 characters in a unit name, with prefix and suffix (systemd.unit(5)).
@@ -64,6 +65,11 @@ OWN_KEYS = {
 
 # Units and run-time files of ours that a configuration's would meet (contract/layout.py, rig/host/settings.py).
 TAKEN = re.compile(r"acs|power-limit|(job|restart|bench)-.*|at-work\.lock|deploy\.lock(\.owner)?|reboot-pending")
+
+
+def inventory_directory() -> Path:
+    """Where the catalogues lie: inventory/ of this repository, or the directory that KIMI_RIG_INVENTORY names."""
+    return Path(os.environ.get("KIMI_RIG_INVENTORY") or ROOT / "inventory")
 
 
 def _checkpoint_path(path: str) -> str:
@@ -131,6 +137,15 @@ class Speculation(Entry):
     """Acceptance length below which it is slower than no drafter, once measured; the host's acceptance_floor else."""
 
 
+class Accept(Entry):
+    """Policies of the catalogue from which an entry departs on purpose; the value is the reason, for the reader."""
+
+    unequal_limit: Text | None = None
+    """Another max_running_requests than the configurations it is compared with."""
+    differs_from_base: Text | None = None
+    """NAME-current differs from NAME in more than its release."""
+
+
 class Configuration(Entry):
     """One serving configuration: one systemd unit, kimi-<name>.service."""
 
@@ -157,6 +172,7 @@ class Configuration(Entry):
     flags: dict[Flag, Annotated[FlagValue, BeforeValidator(_flag_value)]] = {}
     """Every other flag, without its dashes: true is the bare flag, false leaves it out, a mapping is JSON."""
     environment: dict[Variable, str] = {}
+    accept: Accept = Accept()
 
 
 class Checkpoint(Entry):
@@ -262,13 +278,18 @@ class Catalog:
     releases: Mapping[str, Release]
 
 
-@cache
-def load_catalog(overlay: str | None = None, inventory: Path = INVENTORY) -> Catalog:
+def load_catalog(overlay: str | None = None, inventory: Path | None = None) -> Catalog:
     """Read and check the catalogues below `inventory`, with one overlay (inventory/overlays/) laid on them.
 
+    inventory: the directory of this run (inventory_directory) when unset.
     An overlay has the sections serving, checkpoints and releases; its entry names may be patterns (`vllm-*`).
     Raises CatalogError listing every finding.
     """
+    return _load(overlay, inventory or inventory_directory())
+
+
+@cache
+def _load(overlay: str | None, inventory: Path) -> Catalog:
     documents = {name: _read(inventory, f"{name}.yaml") for name in SECTIONS}
     if overlay is not None:
         documents = _overlaid(documents, _read(inventory, f"overlays/{overlay}"))
@@ -310,10 +331,21 @@ def _told(findings: Iterable[Finding]) -> str:
     return "\n".join(lines)
 
 
-def check_all(inventory: Path = INVENTORY) -> None:
+def overlays(inventory: Path) -> list[str | None]:
+    """No overlay, then the file names of all."""
+    return [None, *sorted(path.name for path in (inventory / "overlays").glob("*.yaml"))]
+
+
+def check_all(inventory: Path | None = None) -> None:
     """Check the catalogues as they stand and under every overlay. Raises CatalogError."""
-    for overlay in (None, *sorted(path.name for path in (inventory / "overlays").glob("*.yaml"))):
-        load_catalog(overlay, inventory)
+    directory = inventory or inventory_directory()
+    for overlay in overlays(directory):
+        load_catalog(overlay, directory)
+
+
+def forget_catalogs() -> None:
+    """Let the next load_catalog read the files again."""
+    _load.cache_clear()
 
 
 def _read(inventory: Path, name: str) -> Document:
@@ -405,7 +437,48 @@ def _cross_check(catalog: Catalog, documents: Mapping[str, Document]) -> Iterato
         for part in ("flags", "environment"):
             for key in sorted(OWN_KEYS.keys() & getattr(configuration, part)):
                 yield finding([part, key], f"is set by {OWN_KEYS[key]}, not here")
+        yield from _check_current(name, configuration, catalog, finding)
+    yield from _check_compared(catalog, documents["serving"])
     yield from _check_checkpoints(catalog, documents["checkpoints"])
+
+
+def _check_compared(catalog: Catalog, document: Document) -> Iterator[Finding]:
+    """Configurations of one target on the same GPUs are compared: one limit of running requests for all of them."""
+    compared: dict[tuple[object, ...], dict[str, int | None]] = {}
+    for name, entry in catalog.serving.items():
+        if entry.accept.unequal_limit is None:
+            compared.setdefault((entry.target, *sorted(entry.gpus)), {})[name] = entry.max_running_requests
+    for limits in compared.values():
+        counted = Counter(limits.values())
+        usual = max(counted, key=lambda limit: (counted[limit], limit is not None))
+        like = next(name for name, limit in limits.items() if limit == usual)
+        for name, limit in limits.items():
+            if limit != usual:
+                path = (name, "max_running_requests")
+                message = (
+                    f"is {_said(limit)}, but {_said(usual)} in {counted[usual]} configurations of the same target and "
+                    f"GPUs (such as {like}): their figures could not be compared. Set one limit for all, or state the "
+                    "reason in this entry: `accept: {unequal_limit: ...}`"
+                )
+                yield Finding(str(document.place(path)), "serving", path, message)
+
+
+def _check_current(name: str, entry: Configuration, catalog: Catalog, finding: Tell) -> Iterator[Finding]:
+    """NAME-current is NAME on another release."""
+    base = catalog.serving.get(name.removesuffix("-current"), entry)
+    if entry.accept.differs_from_base is not None:
+        return
+    for key in Configuration.model_fields.keys() - {"description", "release", "accept"}:
+        if getattr(entry, key) != getattr(base, key):
+            yield finding(
+                [key],
+                f"differs from {name.removesuffix('-current')}, of which this is the variant on another release. Make "
+                "both equal, rename this entry, or state the reason in it: `accept: {differs_from_base: ...}`",
+            )
+
+
+def _said(value: int | None) -> str:
+    return "unset" if value is None else str(value)
 
 
 def _check_checkpoints(catalog: Catalog, document: Document) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rig.artifacts.checkpoint_orders import local_manifest
-from rig.catalog.entries import INVENTORY, Checkpoint, load_catalog
+from rig.catalog.entries import Checkpoint, forget_catalogs, inventory_directory, load_catalog
 from rig.catalog.yaml_source import CatalogError
 from rig.cli.arguments import Parser
 from rigctl.checkpoints.progress import Progress, human_bytes
@@ -23,8 +23,6 @@ from rigctl.contract.manifest import Manifest
 from rigctl.contract.sources import DirectorySource, GeneratorSource, HubSource
 from rigctl.errors import RigctlError
 from rigctl.whole_files import write_json, write_whole
-
-CATALOGUE = INVENTORY / "checkpoints.yaml"
 
 
 class PinFailed(Exception):
@@ -46,7 +44,7 @@ def pin(name: str, revision: str | None, token_file: Path | None) -> tuple[Manif
     manifest = listed(name, entry, revision, token_file)
     changed = False
     if isinstance(entry.source, HubSource):
-        changed = revise(CATALOGUE, name, entry.source, str(manifest.revision))
+        changed = revise(inventory_directory() / "checkpoints.yaml", name, entry.source, str(manifest.revision))
     return manifest, written(local_manifest(name), manifest) or changed
 
 
@@ -97,7 +95,7 @@ def revise(catalogue: Path, name: str, source: HubSource, revision: str) -> bool
         if fresh == block:
             fresh = re.sub(r"(repository:[ ]*[\w./-]+)(?=[ ]*[,}])", rf"\1, revision: {revision}", block)
     write_whole(catalogue, text.replace(block, fresh))
-    load_catalog.cache_clear()
+    forget_catalogs()
     try:
         pinned = load_catalog(None, catalogue.parent).checkpoints[name].source
         if source.model_copy(update={"revision": revision}) != pinned:

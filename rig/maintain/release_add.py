@@ -22,7 +22,15 @@ from typing import Any
 
 import yaml
 
-from rig.catalog.entries import INVENTORY, ROOT, Configuration, Release, load_catalog
+from rig.catalog.entries import (
+    ROOT,
+    Configuration,
+    Release,
+    forget_catalogs,
+    inventory_directory,
+    load_catalog,
+    overlays,
+)
 from rig.catalog.yaml_source import CatalogError
 from rig.cli.arguments import Parser
 from rig.maintain.locks import LOCKS, LockError, Recipe, read_recipes, write_lock
@@ -35,7 +43,6 @@ from rigctl.errors import RigctlError
 from rigctl.whole_files import write_whole
 
 FACTS = ROOT / "files" / "releases"
-RELEASES = INVENTORY / "releases.yaml"
 RECIPES = LOCKS / "recipes.yaml"
 NEEDED_GB = {"cuda": 25, "cpu": 6}
 WRITTEN_YET = 2
@@ -107,11 +114,11 @@ def newest(package: str, releases: Mapping[str, Release]) -> str:
     return max(mine, key=lambda name: [int(part) for part in re.findall(r"\d+", releases[name].version)])
 
 
-def configurations_like(release: str, inventory: Path = INVENTORY) -> dict[str, Configuration]:
+def configurations_like(release: str) -> dict[str, Configuration]:
     """Configurations that use releases of the same package, also those of overlays ("overlay:name")."""
     found: dict[str, Configuration] = {}
-    for overlay in (None, *sorted(path.name for path in (inventory / "overlays").glob("*.yaml"))):
-        catalog = load_catalog(overlay, inventory)
+    for overlay in overlays(inventory_directory()):
+        catalog = load_catalog(overlay)
         for name, entry in catalog.serving.items():
             if catalog.releases[entry.release].package == catalog.releases[release].package:
                 found[f"{overlay.removesuffix('.yaml')}:{name}" if overlay else name] = entry
@@ -206,9 +213,10 @@ def add(package: str, version: str, cache: Path | None) -> int:
     if not re.fullmatch(r"\d+(\.\d+)*(\.?(post|rc|dev)\d+)?", version):
         raise ReleaseError(f"{version} is no version of a release, such as 0.34.0")
     like = newest(package, catalog.releases)
-    raw = yaml.safe_load(RELEASES.read_text())[like]
+    catalogue = inventory_directory() / "releases.yaml"
+    raw = yaml.safe_load(catalogue.read_text())[like]
     locks = [LOCKS / f"{name}-cp{python.replace('.', '')}.txt" for python in raw["python"]]
-    with all_or_nothing(RECIPES, RELEASES, FACTS / f"{name}.json", *locks):
+    with all_or_nothing(RECIPES, catalogue, FACTS / f"{name}.json", *locks):
         if name not in yaml.safe_load(RECIPES.read_text())["releases"]:
             write_whole(RECIPES, RECIPES.read_text().rstrip("\n") + "\n" + recipe_line(name, package, version, like))
         recipes = [recipe for recipe in read_recipes() if recipe.release == name]
@@ -219,8 +227,8 @@ def add(package: str, version: str, cache: Path | None) -> int:
             )
         chosen = _recipe_of_this_machine(recipes)
         new = block(name, version, raw, chosen, [recipe.python for recipe in recipes])
-        write_whole(RELEASES, RELEASES.read_text().rstrip("\n") + "\n" + new)
-        load_catalog.cache_clear()
+        write_whole(catalogue, catalogue.read_text().rstrip("\n") + "\n" + new)
+        forget_catalogs()
         release = load_catalog().releases[name]
         entries = configurations_like(like)
         at = Locations("/env/bin/python", "/models/target", "/models/drafter")
@@ -231,7 +239,7 @@ def add(package: str, version: str, cache: Path | None) -> int:
         FACTS.mkdir(exist_ok=True)
         (FACTS / f"{name}.json").write_text(Facts.of(answer).text())
     refused = list(report(name, like, answer, entries, release))
-    print(f"written: {RELEASES.relative_to(ROOT)}, {RECIPES.relative_to(ROOT)}, {', '.join(p.name for p in locks)}")
+    print(f"written: {', '.join(path.name for path in (catalogue, RECIPES, *locks))}")
     print("read the block over: minimum driver, known_bad and harmless_log are for a person to judge")
     return WRITTEN_YET if refused else 0
 
@@ -272,7 +280,7 @@ def record(names: Iterable[str], cache: Path | None) -> int:
             )
         release = catalog.releases[name]
         recipe = _recipe_of_this_machine([one for one in read_recipes() if one.release == name])
-        raw = yaml.safe_load(RELEASES.read_text())[name]
+        raw = yaml.safe_load((inventory_directory() / "releases.yaml").read_text())[name]
         with _scratch(cache) as (scratch, kept):
             path = installed(LOCKS / recipe.file_name, recipe.python, raw, scratch, kept)
             text = Facts.of(ask(path, release.engine)).text()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rig.catalog.entries import ROOT, load_catalog
+from rig.catalog.entries import ROOT, forget_catalogs
 from tests.sandbox.conftest import DeployBox
 from tests.staging.hubserver import COMMIT, REPOSITORY, Hub
 
@@ -90,7 +90,7 @@ def lay(web: str, **training: object) -> None:
         "training": {"notes": None, **training},
     }
     OVERLAY.write_text(yaml.safe_dump(content))
-    load_catalog.cache_clear()
+    forget_catalogs()
 
 
 def test_a_killed_deploy_is_followed_by_the_next(box: DeployBox, web: str) -> None:

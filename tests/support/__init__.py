@@ -1,0 +1,1 @@
+"""What tests of several rooms share; inventory/ are their own catalogues and host data."""

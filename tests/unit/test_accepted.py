@@ -13,7 +13,7 @@ from pyinfra.api.exceptions import PyinfraError
 from rig.operations import engine_environments
 from rig.operations.common import PLAN_LOG
 from rigctl.contract import layout
-from tests.unit.test_engines_and_units import gpu_plan
+from tests.support.plans import gpu_plan
 from tests.unit.test_operations import apply, state_directory
 
 __all__ = ["state_directory"]

@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from rig.catalog.entries import INVENTORY, ROOT, Listen, check_all, load_catalog
+from rig.catalog.entries import ROOT, Listen, check_all, load_catalog
 from rig.catalog.yaml_source import CatalogError, load
 from rig.host.settings import HostSettings
 from rig.plan.host_plan import host_plan, questions
-
-FEBRUARY = {
-    f"{engine}-{kind}" for engine in ("vllm", "sglang") for kind in ("base", "eagle3-aq-medai", "eagle3-custom")
-}
+from tests.support.plans import INVENTORY
 
 
 @pytest.fixture
@@ -26,18 +23,73 @@ def inventory(tmp_path: Path) -> Path:
     return copy
 
 
-def test_the_catalogues_are_right_under_every_overlay() -> None:
-    check_all()
+LIMIT = "max_running_requests: 256"
 
 
-def test_six_configurations_and_their_current_variants() -> None:
-    serving = load_catalog().serving
-    assert set(serving) == FEBRUARY | {f"{name}-current" for name in FEBRUARY}
-    for name in FEBRUARY:
-        old, new = serving[name], serving[f"{name}-current"]
-        assert new.model_copy(update={"release": old.release, "description": old.description}) == old
-    limits = {entry.max_running_requests for entry in serving.values()}
-    assert limits == {256}, "base and speculative configurations must have one limit of running requests"
+@pytest.mark.parametrize(
+    ("text", "wrong", "message"),
+    [
+        (LIMIT, "max_running_requests: 48", "39: serving.sglang-base.max_running_requests: is 256, but 48 in 6 conf"),
+        (
+            LIMIT + "\n",
+            "\n",
+            "serving.vllm-base.max_running_requests: is unset, but 256 in 6 configurations of the same",
+        ),
+        (
+            "extends: vllm-eagle3-custom\n",
+            "extends: vllm-eagle3-custom\n  max_running_requests: 8\n",
+            "serving.vllm-eagle3-custom-current.max_running_requests: is 8, but 256 in 11 configurations",
+        ),
+        (
+            "extends: vllm-base\n  description: vLLM without speculation, newest release",
+            "extends: vllm-base\n  tensor_parallel: 4\n  description: x",
+            "serving.vllm-base-current.tensor_parallel: differs from vllm-base, of which this is the variant",
+        ),
+    ],
+)
+def test_a_policy_names_the_entry_and_the_way_out(inventory: Path, text: str, wrong: str, message: str) -> None:
+    path = inventory / "serving.yaml"
+    content = path.read_text()
+    assert text in content, "this case tests nothing any more"
+    path.write_text(content.replace(text, wrong, 1))
+    with pytest.raises(CatalogError) as caught:
+        load_catalog(None, inventory)
+    assert message in str(caught.value)
+    assert "state the reason in" in str(caught.value) and "`accept: {" in str(caught.value)
+
+
+def test_a_limit_shared_by_extension_is_told_once(inventory: Path) -> None:
+    path = inventory / "serving.yaml"
+    path.write_text(path.read_text().replace(LIMIT, "max_running_requests: 48", 1))
+    with pytest.raises(CatalogError) as caught:
+        load_catalog(None, inventory)
+    assert "such as" in str(caught.value) and len(str(caught.value).splitlines()) == 1, str(caught.value)
+
+
+def test_a_stated_reason_is_accepted(inventory: Path) -> None:
+    path = inventory / "serving.yaml"
+    more = """
+    accept:
+      unequal_limit: What the drafter's memory leaves
+      differs_from_base: Tried with a smaller limit first
+    max_running_requests: 8
+    context_length: 4096
+""".replace("    ", "  ", 1).replace("\n    ", "\n  ")
+    path.write_text(path.read_text().rstrip("\n") + more)
+    entry = load_catalog(None, inventory).serving["sglang-eagle3-custom-current"]
+    assert entry.max_running_requests == 8 and entry.accept.unequal_limit == "What the drafter's memory leaves"
+    path.write_text(path.read_text().replace("unequal_limit: What the drafter's memory leaves", "unequal_limits: x"))
+    with pytest.raises(
+        CatalogError, match=r'accept\.unequal_limits: there is no such key, did you mean "unequal_limit"'
+    ):
+        load_catalog("sandbox.yaml", inventory)
+
+
+def test_other_gpus_are_another_comparison(inventory: Path) -> None:
+    path = inventory / "serving.yaml"
+    more = "small:\n  extends: vllm-base\n  gpus: [0, 1]\n  tensor_parallel: 2\n  max_running_requests: 16\n"
+    path.write_text(path.read_text() + more)
+    assert load_catalog(None, inventory).serving["small"].max_running_requests == 16
 
 
 def test_the_overlay_changes_only_what_it_names() -> None:
@@ -278,10 +330,14 @@ def test_a_mapping_of_another_kind_replaces_the_old_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", "deploy", "pyinfra", "verify", "status", "explain"])
-def test_every_command_ends_before_any_host_is_touched(tmp_path: Path, command: str) -> None:
+def test_every_command_ends_before_any_host_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
     repository = tmp_path / "repository"
     kept = shutil.ignore_patterns(".*", "wt", "docs", "__pycache__")
     shutil.copytree(ROOT, repository, ignore=kept)
+    shutil.copytree(INVENTORY, repository / "inventory", dirs_exist_ok=True)
+    monkeypatch.delenv("KIMI_RIG_INVENTORY")
     path = repository / "inventory" / "serving.yaml"
     path.write_text(path.read_text().replace("vllm-0.16.0", "vllm-0.16.9", 1))
     hosts = repository / "inventory" / "nowhere.py"

@@ -101,7 +101,7 @@ def test_a_wrong_source_is_named_with_its_key(tmp_path: Path, source: dict[str, 
 def test_a_manifest_counts_for_the_revision_it_is_of(
     host: HostPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_orders, "INVENTORY", tmp_path)
+    monkeypatch.setenv("KIMI_RIG_INVENTORY", str(tmp_path))
     (tmp_path / "manifests").mkdir()
     plan = with_source(host, HUB)
     assert checkpoint_orders.order(plan, "x").manifest is None

@@ -16,10 +16,11 @@ import pytest
 from rig.catalog.entries import ROOT
 from rig.cli.arguments import USAGE
 from rig.cli.converge import CONVERGED, FAILED, REBOOT_PENDING, WOULD_CHANGE, Change, Plan, asked_hosts
+from tests.support.plans import GROUP_DATA
 
 pytestmark = pytest.mark.slow
 
-GPU_DATA = ["--pyinfra=--group-data", f"--pyinfra={ROOT}/inventory/group_data"]
+GPU_DATA = ["--pyinfra=--group-data", f"--pyinfra={GROUP_DATA}"]
 
 
 def wrapper(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
@@ -164,7 +165,7 @@ def test_an_inventory_as_it_came(tmp_path: Path) -> None:
 def test_wrong_values_of_host_data_are_told_without_a_connection(
     data: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "group_data").symlink_to(ROOT / "inventory" / "group_data")
+    (tmp_path / "group_data").symlink_to(GROUP_DATA)
     result = wrapper("plan", inventory(tmp_path, ("kimi-1.invalid", data)))
     assert result.returncode == FAILED
     assert words in result.stderr and "Connecting" not in result.stderr and "Traceback" not in result.stderr

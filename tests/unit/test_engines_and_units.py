@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 from typing import Any
 
 import pytest
 
 from rig.artifacts.engine_inputs import variables
 from rig.artifacts.units import conflicts, one_line, run_specification, systemd_assignment, systemd_quote, unit_file
-from rig.catalog.entries import ROOT, load_catalog
+from rig.catalog.entries import load_catalog
 from rig.catalog.yaml_source import CatalogError
-from rig.host.settings import HostSettings, settings_from_gpus
+from rig.host.settings import HostSettings
 from rig.plan.command_lines import Locations, command_line
 from rig.plan.host_plan import HostPlan, _environment_digest, check_listening, host_plan
-
-
-def data(*groups: str, **more: Any) -> dict[str, Any]:
-    """Host data as pyinfra would merge it from inventory/group_data."""
-    merged: dict[str, Any] = {}
-    for group in ("all", *groups):
-        merged |= runpy.run_path(str(ROOT / "inventory" / "group_data" / f"{group}.py"))
-    return {key: value for key, value in merged.items() if not key.startswith("_")} | more
-
-
-def gpu_plan(**more: Any) -> HostPlan:
-    return host_plan(data("gpu", **more), "ubuntu-24.04", settings_from_gpus(8))
-
-
-def box_plan(**more: Any) -> HostPlan:
-    return host_plan(data("sandbox", **more), "debian-12", HostSettings())
-
+from tests.support.plans import box_plan, data, gpu_plan
 
 AT = Locations("/env/bin/python", "/shared/kimi-k2.5-int4", "/data/eagle3/output_10k/4")
 

@@ -15,7 +15,7 @@ from rig.facts.host import parse_host
 from rig.host.preflight import Severity
 from rig.host.system_files import host_files
 from rig.plan.host_plan import HostPlan, plan_from_facts
-from tests.unit.test_engines_and_units import data
+from tests.support.plans import data
 
 Document = dict[str, Any]
 NAMES = ["vllm-base", "sglang-base"]

@@ -27,19 +27,19 @@ from rig.host.settings import HostSettings
 from rig.host.topology import decide
 from rig.operations.common import PLAN_LOG
 from rig.plan.host_plan import host_plan, plan_from_facts, questions
-from tests.unit.test_engines_and_units import data
+from tests.support.plans import GROUP_DATA, data
 from tests.unit.test_memory import CONFIG
 
 TURIN = ROOT / "tests/fixtures/host/turin-direct.json"
 
 
 def stage(tmp_path: Path, document: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run tasks/host.py for one answering host with the data of inventory/group_data."""
+    """Run tasks/host.py for one answering host with the data of tests/support/inventory/group_data."""
     # A refusal is a command that fails on the host.
     responses = {"KIMI_RIG_FACTS": document, "exit 1": {"success": False}}
     answers = {"fake_delay": 0, "fake_delay_jitter": 0, "fake_responses": responses}
     (tmp_path / "gpu.py").write_text(f"gpu = [('@fake/turin', {answers!r})]\n")
-    command = [sys.executable, "-m", "pyinfra", "--chdir", str(ROOT), "--group-data", "inventory/group_data"]
+    command = [sys.executable, "-m", "pyinfra", "--chdir", str(ROOT), "--group-data", str(GROUP_DATA)]
     environment = os.environ | {"PYINFRA_PROGRESS": "off", "PYTHONPATH": f"{ROOT}:{ROOT}/files/hostkit"} | variables
     return subprocess.run(
         [*command, "-vv", str(tmp_path / "gpu.py"), "tasks/host.py", *arguments],
@@ -211,14 +211,15 @@ def test_a_host_that_could_not_be_read_is_not_refused_for_what_is_not_known() ->
 
 def test_a_manifest_says_better_than_the_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = load_catalog().checkpoints["kimi-k2.5-int4"]
-    monkeypatch.setattr("rig.artifacts.checkpoint_orders.INVENTORY", tmp_path)
+    custom = load_catalog().checkpoints["custom-drafter"]
+    monkeypatch.setenv("KIMI_RIG_INVENTORY", str(tmp_path))
     assert expected_bytes("kimi-k2.5-int4", entry) == 595_200_000_000
     (tmp_path / "manifests").mkdir()
     files = [{"path": path, "size": size, "sha256": "0" * 64} for path, size in (("a", 7), ("b", 5))]
     listed = {"format": 1, "source": "x", "revision": revision(entry), "files": files}
     (tmp_path / "manifests/kimi-k2.5-int4.json").write_text(json.dumps(listed))
     assert expected_bytes("kimi-k2.5-int4", entry) == 12
-    assert expected_bytes("custom-drafter", load_catalog().checkpoints["custom-drafter"]) is None
+    assert expected_bytes("custom-drafter", custom) is None
 
 
 def test_the_sandbox_needs_the_space_of_its_environment_alone() -> None:

@@ -31,7 +31,7 @@ from rigctl.contract.kernel_job import KernelJob
 from rigctl.errors import RigctlError
 from rigctl.kernel import build, commands, cubins, install, memory, source, store, toolchain
 from rigctl.kernel.compile_job import Running, State, fits, need_of
-from tests.unit.test_engines_and_units import data
+from tests.support.plans import data
 from tests.unit.test_operations import local_state
 from tests.unit.wheelhouse import wheel as make_wheel
 

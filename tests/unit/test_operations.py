@@ -23,6 +23,7 @@ from rig.operations import deploy_lock, files
 from rig.operations.common import PLAN_LOG, Input
 from rig.operations.files import Directory, File, Link, difference
 from rigctl.contract import layout
+from tests.support.plans import GROUP_DATA
 
 ME, MINE = getpass.getuser(), grp.getgrgid(os.getgid()).gr_name
 
@@ -178,7 +179,7 @@ gpu = [("@fake/bare", {
 def test_a_dry_run_prepares_against_a_host_that_has_nothing_yet(tmp_path: Path) -> None:
     inventory = tmp_path / "bare.py"
     inventory.write_text(FAKE_HOST)
-    command = ["-m", "pyinfra", "--group-data", "inventory/group_data", str(inventory), "deploy.py", "--dry", "--json"]
+    command = ["-m", "pyinfra", "--group-data", str(GROUP_DATA), str(inventory), "deploy.py", "--dry", "--json"]
     result = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, timeout=60)
     assert result.returncode == 0, result.stderr
     plan = {operation["name"]: operation["hosts_with_change"] for operation in json.loads(result.stdout)["plan"]}

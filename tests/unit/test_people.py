@@ -22,6 +22,7 @@ from rig.host.settings import HostSettings
 from rig.operations.hostkit import hostkit_path
 from rig.plan.host_plan import HostPlan, host_plan
 from rig.plan.neighbours import interruptions
+from tests.support.plans import GROUP_DATA
 
 pytestmark = pytest.mark.slow
 
@@ -159,7 +160,7 @@ def test_status_of_a_bare_host() -> None:
 
 
 def test_a_host_that_cannot_be_reached_is_exit_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "group_data").symlink_to(ROOT / "inventory" / "group_data")
+    (tmp_path / "group_data").symlink_to(GROUP_DATA)
     inventory = tmp_path / "gone.py"
     inventory.write_text('gpu = [("gone", {"ssh_hostname": "127.0.0.1", "ssh_port": 9})]\n')
     assert status.main([str(inventory), "--json"]) == 1
@@ -176,7 +177,7 @@ def test_a_host_that_is_no_machine(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_verification_says_in_a_line_a_host_why_there_is_none(tmp_path: Path) -> None:
-    (tmp_path / "group_data").symlink_to(ROOT / "inventory" / "group_data")
+    (tmp_path / "group_data").symlink_to(GROUP_DATA)
     hosts = tmp_path / "gone.py"
     hosts.write_text('gpu = [("gone", {"ssh_hostname": "127.0.0.1", "ssh_port": 9}), ("@fake/one", {})]\n')
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/host", "--inventory", str(hosts)]

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from rig.catalog.entries import KnownBad, load_catalog
+from rig.catalog.entries import KnownBad
 from rig.facts.host import Disk, Driver, GpuProcess, HostFacts, Unit
 from rig.host.memory_fit import Fit
 from rig.host.preflight import Needs, Severity, preflight
 from rig.host.topology import decide
+from tests.support.plans import catalog
 from tests.unit import host_archetypes as hosts
 
-CATALOG = load_catalog()
+CATALOG = catalog()
 NAMES = ("vllm-base", "sglang-base-current")
 NEEDS = Needs(
     serving={name: CATALOG.serving[name] for name in NAMES},
@@ -183,10 +184,10 @@ def test_attention_without_kernels_is_refused() -> None:
 
 
 def test_cpu_configurations_ask_for_no_gpu() -> None:
-    catalog = load_catalog("sandbox.yaml")
-    serving = {n: c for n, c in catalog.serving.items() if catalog.releases[c.release].accelerator == "cpu"}
+    box = catalog("sandbox.yaml")
+    serving = {n: c for n, c in box.serving.items() if box.releases[c.release].accelerator == "cpu"}
     assert serving
-    assert codes(hosts.NO_GPU, Needs(serving=serving, releases=catalog.releases)) == {}
+    assert codes(hosts.NO_GPU, Needs(serving=serving, releases=box.releases)) == {}
 
 
 def test_all_findings_come_at_once_errors_first() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rig.artifacts.receipt import merged, receipt_items
-from tests.unit.test_engines_and_units import box_plan
+from tests.support.plans import box_plan
 
 ITEMS = {"a": {"path": "/a"}, "b": {"path": "/b"}}
 

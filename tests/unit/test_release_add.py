@@ -20,6 +20,7 @@ from rig.maintain import locks, pin, release_add
 from rig.maintain.locks import LockError, Recipe
 from rig.maintain.release_add import Facts, differences, main, needs_of, newest
 from rigctl.engines import probes
+from tests.support.plans import INVENTORY, SHIPPED
 
 LOCK = "vllm==0.99.0 \\\n    --hash=sha256:00\nnvidia-cuda-runtime==13.0.48 \\\n    --hash=sha256:00\n"
 OLD = Facts({"--a": "1", "--b": "None", "--gone": "2", "--where": "<object at 0x7f>"}, ["vllm:old", "vllm:both"])
@@ -70,22 +71,17 @@ def test_metrics_are_read_from_the_source(tmp_path: Path) -> None:
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of catalogues and recipes; a resolver and an engine that answer at once."""
-    shutil.copytree(entries.INVENTORY, tmp_path / "inventory")
+    shutil.copytree(INVENTORY, tmp_path / "inventory")
+    monkeypatch.setenv("KIMI_RIG_INVENTORY", str(tmp_path / "inventory"))
     (tmp_path / "locks").mkdir()
     shutil.copy(release_add.RECIPES, tmp_path / "locks")
     for name, value in {
         "ROOT": tmp_path,
         "LOCKS": tmp_path / "locks",
         "RECIPES": tmp_path / "locks/recipes.yaml",
-        "RELEASES": tmp_path / "inventory/releases.yaml",
         "FACTS": tmp_path / "facts",
     }.items():
         monkeypatch.setattr(release_add, name, value)
-
-    def load(overlay: str | None = None, inventory: Path = tmp_path / "inventory") -> entries.Catalog:
-        return entries.load_catalog(overlay, tmp_path / "inventory")
-
-    load.cache_clear = entries.load_catalog.cache_clear  # type: ignore[attr-defined]
 
     def lock(recipe: Recipe) -> Path:
         target = tmp_path / "locks" / recipe.file_name
@@ -98,7 +94,6 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         features: Mapping[str, Any] = {name: {"ok": True, "detail": ""} for name in names}
         return {"options": dict(NEW.options), "metrics": list(NEW.metrics), "commands": verdicts, "features": features}
 
-    monkeypatch.setattr(release_add, "load_catalog", load)
     monkeypatch.setattr(release_add, "read_recipes", lambda: locks.read_recipes(tmp_path / "locks/recipes.yaml"))
     monkeypatch.setattr(release_add, "write_lock", lock)
     monkeypatch.setattr(release_add, "installed", lambda *_: tmp_path)
@@ -166,7 +161,7 @@ def test_wrong_versions(repository: Path, capsys: pytest.CaptureFixture[str], ve
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("release", list(entries.load_catalog().releases))
+@pytest.mark.parametrize("release", list(entries.load_catalog(None, SHIPPED).releases))
 def test_every_release_of_the_catalogue_is_recorded(release: str) -> None:
     facts = Facts.read(release)
     assert facts is not None, f"python -m rig.maintain.release_add --record {release}"

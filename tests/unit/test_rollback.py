@@ -21,7 +21,7 @@ from rigctl import cli
 from rigctl.contract import layout
 from rigctl.engines import prune
 from rigctl.engines.environment import BUILD_LOCK
-from tests.unit.test_engines_and_units import box_plan
+from tests.support.plans import box_plan
 from tests.unit.test_operations import apply
 
 STAMP = "kimi-rig.json"

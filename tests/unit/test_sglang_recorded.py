@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from rig.catalog.entries import load_catalog
 from rigctl.services import leftovers
 from rigctl.supervisor.engine_client import Speculation, read_metrics
 from rigctl.supervisor.engine_log import EngineLog, RunFile
 from rigctl.supervisor.load_phases import Phases
 from tests.gpu import run
+from tests.support.plans import catalog
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 RECORDED = FIXTURES / "sglang"
 GPUS = json.loads((FIXTURES / "gpu" / "h200-x2.json").read_text())
-HARMLESS = load_catalog().releases["sglang-0.5.16"].harmless_log
+HARMLESS = catalog().releases["sglang-0.5.16"].harmless_log
 
 
 def read_log(name: str, directory: Path) -> EngineLog:

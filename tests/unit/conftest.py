@@ -1,0 +1,17 @@
+"""Unit tests read the catalogues of tests/support/inventory: an edit of inventory/ is no edit of a test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.plans import INVENTORY
+
+
+@pytest.fixture(scope="package", autouse=True)
+def own_catalogues() -> Iterator[None]:
+    """For the programs that a test starts too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KIMI_RIG_INVENTORY", str(INVENTORY))
+        yield
