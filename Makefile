@@ -16,9 +16,11 @@ override export SWEEP := $(value SWEEP)
 override export CHECKPOINT := $(value CHECKPOINT)
 override export REVISION := $(value REVISION)
 override export TOKEN_FILE := $(value TOKEN_FILE)
+override export REF := $(value REF)
+override export HOSTS := $(value HOSTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain pin reboot status uninstall bench tour check test test-drill test-kernel test-engines test-bench test-staging test-upgrade release-add lock schemas format
+.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain pin reboot status uninstall bench tour diff check test test-drill test-kernel test-engines test-bench test-staging test-upgrade release-add lock schemas format
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +88,9 @@ bench: .venv/ready ## INVENTORY=... CONFIGS="a b": measure configurations, then 
 
 tour: .venv/ready ## plan, a unit, explanation and report of an 8-card host from recorded facts: no root, no box
 	@$(BIN)/python -m rig.cli.tour
+
+diff: .venv/ready ## [REF=commit] [HOSTS=gpu.py]: what an edit of inventory/ changes: flags, units, findings; no host
+	@$(BIN)/python -m rig.cli.diff $${REF:+--ref="$$REF"} $${HOSTS:+--hosts="$$HOSTS"}
 
 check: .venv/ready ## lint, types, layers and unit tests; under a minute
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .

@@ -42,6 +42,7 @@ from rigctl.contract.sources import Source
 from rigctl.errors import RigctlError
 
 ROOT = Path(__file__).resolve().parents[2]
+INVENTORY_VARIABLE = "KIMI_RIG_INVENTORY"
 SECTIONS = ("serving", "checkpoints", "releases")
 
 # systemd allows 255 characters in a unit name, with prefix and suffix (systemd.unit(5)).
@@ -69,7 +70,7 @@ TAKEN = re.compile(r"acs|power-limit|(job|restart|bench)-.*|at-work\.lock|deploy
 
 def inventory_directory() -> Path:
     """Where the catalogues lie: inventory/ of this repository, or the directory that KIMI_RIG_INVENTORY names."""
-    return Path(os.environ.get("KIMI_RIG_INVENTORY") or ROOT / "inventory")
+    return Path(os.environ.get(INVENTORY_VARIABLE) or ROOT / "inventory")
 
 
 def _checkpoint_path(path: str) -> str:

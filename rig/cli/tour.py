@@ -22,7 +22,7 @@ from rig.plan.host_plan import HostPlan, plan_from_facts
 from rigctl.contract.layout import UNITS, unit_name
 
 INVENTORY = "inventory/tour.py"
-FACTS = ROOT / "tests" / "fixtures" / "host" / "turin-direct.json"
+FACTS = ROOT / "rig" / "facts" / "turin-direct.json"
 CONFIGURATION = "sglang-eagle3-custom"
 
 

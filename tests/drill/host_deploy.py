@@ -17,7 +17,7 @@ from tasks.base import base
 from tasks.host import host as host_stage
 from tests.unit.host_archetypes import bare
 
-RECORDED = parse_host((ROOT / "tests/fixtures/host/turin-direct.json").read_text())
+RECORDED = parse_host((ROOT / "rig/facts/turin-direct.json").read_text())
 
 
 def told(box: HostFacts) -> HostFacts:

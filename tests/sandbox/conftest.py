@@ -14,6 +14,7 @@ import pytest
 
 from rig.catalog.entries import ROOT
 from rig.sandbox import Box
+from tests.support.box import PORT
 from tests.support.leftovers import Watcher
 
 
@@ -70,8 +71,10 @@ def bare_box(watcher: Watcher) -> Iterator[DeployBox]:
 def engine_port() -> None:
     """For tests that start the sandbox's engine: boxes share this computer's network."""
     with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", 18000)) == 0:
-            pytest.exit("port 18000 is taken by the engine of a sandbox: `make sandbox-stop`, then again", returncode=1)
+        if probe.connect_ex(("127.0.0.1", PORT)) == 0:
+            pytest.exit(
+                f"port {PORT} is taken by the engine of a sandbox: `make sandbox-stop`, then again", returncode=1
+            )
 
 
 @pytest.fixture(scope="session")

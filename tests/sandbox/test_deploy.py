@@ -19,6 +19,7 @@ from rig.catalog.entries import ROOT
 from rigctl.contract import layout
 from rigctl.tiny_kimi.automaton import CONTENT
 from tests.sandbox.conftest import DeployBox
+from tests.support.box import OVERLAY, PORT, drafted_a_step, overlay_with
 
 TAMPERED = [
     # (what is done to the box, what verification must name, what the plan must name)
@@ -49,10 +50,10 @@ TAMPERED = [
 ]
 
 
-STRANGER = """
+STRANGER = f"""
 import urllib.error, urllib.request
 try:
-    print(urllib.request.urlopen("http://127.0.0.1:18000/v1/models").status)
+    print(urllib.request.urlopen("http://127.0.0.1:{PORT}/v1/models").status)
 except urllib.error.HTTPError as error:
     print(error.code)
 """
@@ -106,7 +107,7 @@ def test_the_good_drafter_serves(box: DeployBox) -> None:
     assert answer["configuration"] == "vllm-eagle3-custom"
     assert answer["content"].split() == "".join(CONTENT).split()
     assert answer["drafted"] == answer["accepted"] > 0
-    assert answer["acceptance_length"] == 4.0
+    assert answer["acceptance_length"] == 1 + drafted_a_step("vllm-eagle3-custom")
     [row] = [row for row in json.loads(box.ssh("rigctl status --json").stdout) if row["state"] == "active"]
     assert (row["name"], row["stale"]) == ("vllm-eagle3-custom", False)
     proved = row["started"]["proved"]["speculation"]
@@ -127,18 +128,17 @@ def test_the_engine_runs_as_the_service_user_on_loopback_only(box: DeployBox) ->
 
 def test_a_changed_configuration_makes_the_running_service_stale_and_is_not_lost(box: DeployBox) -> None:
     """A deploy interrupts nothing by itself; status and verification say that the service is stale."""
-    overlay = ROOT / "inventory" / "overlays" / "sandbox.yaml"
-    before = overlay.read_text()
+    before = OVERLAY.read_text()
     started = box.ssh("systemctl show -P MainPID kimi-vllm-eagle3-custom").stdout
     try:
-        overlay.write_text(before.replace("max_running_requests: 8", "max_running_requests: 4"))
+        OVERLAY.write_text(overlay_with(limit=4))
         assert box.deploy().returncode == 0
         assert box.ssh("systemctl show -P MainPID kimi-vllm-eagle3-custom").stdout == started
         assert "STALE" in box.ssh("rigctl status").stdout
         verify = box.verify()
         assert verify.returncode != 0 and "is stale" in verify.stdout
     finally:
-        overlay.write_text(before)
+        OVERLAY.write_text(before)
     assert box.deploy().returncode == 0
     assert "STALE" not in box.ssh("rigctl status").stdout
 

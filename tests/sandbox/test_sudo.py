@@ -15,6 +15,7 @@ from rig.cli.bench import ledger
 from rig.operations.deploy_lock import lock_script
 from rigctl.contract import layout
 from tests.sandbox.conftest import DeployBox
+from tests.support.box import CONFIGURATIONS, PORT
 
 SUDOERS = "etc/sudoers.d/90-kimi-rig"
 TIME = re.compile(r'"(since|at)": "[^"]*"')
@@ -105,7 +106,7 @@ def test_owners_modes_and_paths_are_equal(root_box: DeployBox, sudo_box: DeployB
 
 def test_rigctl_answers_the_login_without_sudo(root_box: DeployBox, sudo_box: DeployBox) -> None:
     rows = [json.loads(box.ssh("rigctl status --json").stdout) for box in (root_box, sudo_box)]
-    assert len(rows[1]) == 3
+    assert len(rows[1]) == len(CONFIGURATIONS)
     assert rows[0] == rows[1]
 
 
@@ -191,4 +192,4 @@ def test_status_and_the_lines_to_talk_to_it(sudo_box: DeployBox) -> None:
     assert row["drift"] == [f"{layout.UNITS}/kimi-vllm-base.service is missing"]
     deploy = sudo_box.deploy()
     assert "sudo systemctl start kimi-vllm-base.service" in deploy.stdout
-    assert "curl -sS http://127.0.0.1:18000/v1/chat/completions" in deploy.stdout
+    assert f"curl -sS http://127.0.0.1:{PORT}/v1/chat/completions" in deploy.stdout

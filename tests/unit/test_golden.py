@@ -1,7 +1,7 @@
 """Units of every shape, as files: whoever changes one sees all that changes.
 
-Base and speculative of each engine, on loopback and on a network; a release that drains by a flag; one whose kernels are
-compiled while it serves; the fallback.
+Base and speculative of each engine, on loopback and on a network; a release that drains by a flag; one whose kernels
+are compiled while it serves; the fallback.
 
 `python -m tests.unit.test_golden` writes them anew.
 """

@@ -22,7 +22,7 @@ NAMES = ["vllm-base", "sglang-base"]
 
 
 def turin() -> Document:
-    document: Document = json.loads((ROOT / "tests/fixtures/host/turin-direct.json").read_text())
+    document: Document = json.loads((ROOT / "rig/facts/turin-direct.json").read_text())
     return document
 
 

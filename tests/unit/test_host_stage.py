@@ -30,7 +30,7 @@ from rig.plan.host_plan import host_plan, plan_from_facts, questions
 from tests.support.plans import GROUP_DATA, data
 from tests.unit.test_memory import CONFIG
 
-TURIN = ROOT / "tests/fixtures/host/turin-direct.json"
+TURIN = ROOT / "rig/facts/turin-direct.json"
 
 
 def stage(tmp_path: Path, document: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
