@@ -2,7 +2,7 @@
 
 from pathlib import Path as _Path
 
-_recorded = _Path(__file__).parents[1] / "tests/fixtures/host/turin-direct.json"
+_recorded = _Path(__file__).parents[1] / "rig/facts/turin-direct.json"
 
 gpu = [
     (

@@ -132,7 +132,7 @@ def test_the_disk_is_full_in_the_middle(serving: Serving) -> None:
 
 def test_a_release_that_is_known_to_be_bad(serving: Serving) -> None:
     bad = {"what": "it answers in riddles", "thread": "vllm#1", "refuse": True}
-    with changed(OVERLAY, overlay_with(**{RELEASE: {"known_bad": [bad]}})):
+    with changed(OVERLAY, overlay_with(releases={RELEASE: {"known_bad": [bad]}})):
         words = (f"release {RELEASE} is known to be bad", "vllm#1", "accept_known_bad")
         serving.failed(serving.box.deploy(), *words)
         taken = serving.box.plan("--pyinfra=--data", f'--pyinfra=accept_known_bad=["{RELEASE}"]')

@@ -51,7 +51,7 @@ class KernelBox(DeployBox):
     def describe(self, **changes: Any) -> None:
         """Write the overlay: the sandbox's, and the kernel."""
         self.kernel |= changes
-        self.overlay.write_text(overlay_with(**{RELEASE: {"kernel": self.kernel}}))
+        self.overlay.write_text(overlay_with(releases={RELEASE: {"kernel": self.kernel}}))
 
     def state(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.ssh(f"rigctl kernel status {RELEASE} --json", check=False).stdout)

@@ -72,9 +72,8 @@ def engine_port() -> None:
     """For tests that start the sandbox's engine: boxes share this computer's network."""
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", PORT)) == 0:
-            pytest.exit(
-                f"port {PORT} is taken by the engine of a sandbox: `make sandbox-stop`, then again", returncode=1
-            )
+            why = f"port {PORT} is taken by the engine of a sandbox: `make sandbox-stop`, then again"
+            pytest.exit(why, returncode=1)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -27,11 +28,11 @@ def drafted_a_step(configuration: str) -> int:
     return speculation.steps
 
 
-def overlay_with(limit: int | None = None, **releases: Any) -> str:
+def overlay_with(limit: int | None = None, releases: Mapping[str, Mapping[str, Any]] | None = None) -> str:
     """The text of the sandbox's overlay with another limit of running requests, and changes of releases."""
     content = yaml.safe_load(OVERLAY.read_text(encoding="utf-8"))
     if limit is not None:
         content["serving"]["vllm-*"]["max_running_requests"] = limit
-    for name, change in releases.items():
+    for name, change in (releases or {}).items():
         content.setdefault("releases", {}).setdefault(name, {}).update(change)
     return yaml.safe_dump(content)
