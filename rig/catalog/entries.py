@@ -13,6 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -71,6 +72,17 @@ TAKEN = re.compile(r"acs|power-limit|(job|restart|bench)-.*|at-work\.lock|deploy
 def inventory_directory() -> Path:
     """Where the catalogues lie: inventory/ of this repository, or the directory that KIMI_RIG_INVENTORY names."""
     return Path(os.environ.get(INVENTORY_VARIABLE) or ROOT / "inventory")
+
+
+@contextmanager
+def catalogues_of(directory: Path) -> Iterator[None]:
+    """Within, this process and the programs that it starts read the catalogues of another directory."""
+    before = os.environ.get(INVENTORY_VARIABLE, "")
+    os.environ[INVENTORY_VARIABLE] = str(directory)
+    try:
+        yield
+    finally:
+        os.environ[INVENTORY_VARIABLE] = before
 
 
 def _checkpoint_path(path: str) -> str:

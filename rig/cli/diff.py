@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import io
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 from rig.artifacts.host_checks import findings
 from rig.artifacts.units import unit_files
-from rig.catalog.entries import INVENTORY_VARIABLE, SECTIONS, inventory_directory, load_catalog, overlays
+from rig.catalog.entries import SECTIONS, catalogues_of, inventory_directory, load_catalog, overlays
 from rig.catalog.yaml_source import CatalogError
 from rig.cli.arguments import Parser
 from rig.cli.converge import FAILED, RunFailed, inventory_hosts
@@ -52,10 +51,8 @@ def planned(directory: Path, hosts: str, *, must_be_right: bool) -> Side:
     Raises CatalogError, RunFailed for one that must be right.
     """
     side = Side()
-    # Read before the catalogues are: pyinfra, which reads them, checks those of this run (config.py).
     there = must_be_right or (directory / hosts).is_file()
     found = inventory_hosts(str(directory / hosts)) if there else []
-    os.environ[INVENTORY_VARIABLE] = str(directory)
     for overlay in overlays(directory):
         try:
             catalog = load_catalog(overlay, directory)
@@ -69,9 +66,10 @@ def planned(directory: Path, hosts: str, *, must_be_right: bool) -> Side:
                 side.entries[overlay or "", section, name] = dict(_flat(entry.model_dump()))
     for host in found:
         try:
-            plan = recorded_plan(host["data"])
-            side.findings[host["name"]] = [str(finding) for finding in findings(plan)]
-            files = {Path(path).name: _lines(text) for path, text in unit_files(plan).items()}
+            with catalogues_of(directory):
+                plan = recorded_plan(host["data"])
+                side.findings[host["name"]] = [str(finding) for finding in findings(plan)]
+                files = {Path(path).name: _lines(text) for path, text in unit_files(plan).items()}
         except CatalogError as error:
             side.wrong[host["name"]], files = f"cannot be planned for the recorded host: {error}", {}
         side.files[host["name"]] = files
@@ -184,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             before = planned(old, arguments.hosts, must_be_right=False)
         for inventory, side in ((arguments.ref, before), ("the edited inventory", after)):
             for name, why in side.wrong.items():
-                print(f"{inventory}: {name} is not compared: {why}")
+                print(f"{inventory}: {f'{name} is' if name else 'its catalogues are'} not compared: {why}")
         print(text(before, after) or f"nothing differs from {arguments.ref}")
     except (CatalogError, RunFailed) as error:
         print(f"failed: {error}", file=sys.stderr)

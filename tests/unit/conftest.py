@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from rig.catalog.entries import catalogues_of
 from tests.support.plans import INVENTORY
 
 
 @pytest.fixture(scope="package", autouse=True)
 def own_catalogues() -> Iterator[None]:
     """For the programs that a test starts too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KIMI_RIG_INVENTORY", str(INVENTORY))
+    with catalogues_of(INVENTORY):
         yield

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from rig.artifacts.units import unit_files
-from rig.catalog.entries import ROOT, check_all
+from rig.catalog.entries import ROOT, catalogues_of, check_all
 from rig.cli.converge import inventory_hosts
 from rig.cli.tour import recorded_plan
 from tests.support.plans import SHIPPED
@@ -65,8 +65,7 @@ EDITS: list[Callable[[Path], Path]] = [add_a_configuration, change_a_flag_of_one
 
 def units(inventory: Path, hosts: Path) -> dict[str, str]:
     """Host and unit -> text, for all hosts of a file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KIMI_RIG_INVENTORY", str(inventory))
+    with catalogues_of(inventory):
         return {
             f"{host['name']} {Path(path).name}": text
             for host in inventory_hosts(str(hosts))
@@ -109,18 +108,8 @@ def test_no_test_minds(tmp_path: Path) -> None:
         edit(copy / "inventory")
     environment = {**os.environ, "PYTHONPATH": f"{copy}:{copy}/files/hostkit"}
     del environment["KIMI_RIG_INVENTORY"]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "2",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow",
-        "tests/unit",
-    ]
+    myself = f"tests/unit/{Path(__file__).name}"
+    options = ["-q", "-n", "2", "-p", "no:cacheprovider", "-m", "not slow", "--ignore", myself]
+    command = [sys.executable, "-m", "pytest", *options, "tests/unit"]
     result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
