@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,8 +42,3 @@ def test_a_host_data_file_names_what_its_overlay_has() -> None:
         overlay = data.get("catalogue_overlay")
         assert overlay in overlays(SHIPPED)
         assert set(data.get("configurations") or ()) <= load_catalog(overlay, SHIPPED).serving.keys()
-
-
-@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yaml")), ids=lambda path: path.name)
-def test_the_tests_catalogues_have_the_same_files(path: Path) -> None:
-    assert (SHIPPED.parent / "tests/support/inventory" / path.name).is_file()
