@@ -47,18 +47,18 @@ def differences(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str
 def test_flags_units_and_findings(inventory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(inventory / "serving.yaml", "context_length: 32768", "context_length: 262144")
     lines = differences(capsys)
-    assert lines[0] == "entries:" and "    context_length: 32768 -> 262144" in lines
-    at = lines.index("host one, units and orders:")
+    assert lines[0] == "entries:" and "    + context_length: 262144" in lines
+    at = lines.index("host one:")
     assert lines[at + 1 : at + 4] == [
-        "  kimi-vllm-base-current.service, kimi-vllm-base.service",
+        "  kimi-vllm-base.service, kimi-vllm-base-current.service",
         "    - --max-model-len 32768",
         "    + --max-model-len 262144",
     ], "one change of two units is told once"
-    at = lines.index("host one, findings of the preflight:")
+    at = lines.index("host one, findings:")
     assert lines[at + 1].startswith("    + error: vllm-base does not fit: ")
     git(inventory, "commit", "-qam", "after")
     assert differences(capsys) == ["nothing differs from HEAD"]
-    assert "    context_length: 32768 -> 262144" in differences(capsys, "--ref", "HEAD~1")
+    assert "    - context_length: 32768" in differences(capsys, "--ref", "HEAD~1")
 
 
 def test_what_is_new_and_what_is_gone(inventory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,8 +81,9 @@ def test_what_is_new_and_what_is_gone(inventory: Path, capsys: pytest.CaptureFix
 def test_an_overlay_is_told_where_it_differs(inventory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(inventory / "overlays/sandbox.yaml", "max_running_requests: 8", "max_running_requests: 4")
     lines = differences(capsys)
-    assert lines[0] == "entries:" and lines[-1] == "    max_running_requests: 8 -> 4" and len(lines) == 3
-    assert "serving.vllm-base under sandbox.yaml" in lines[1] and "sglang" not in lines[1]
+    assert lines[0] == "entries under sandbox.yaml:" and len(lines) == 4
+    assert lines[2:] == ["    - max_running_requests: 8", "    + max_running_requests: 4"]
+    assert "serving.vllm-base," in lines[1] and "sglang" not in lines[1]
 
 
 def test_a_wrong_edit_is_named_and_a_wrong_commit_is_no_obstacle(
@@ -94,7 +95,7 @@ def test_a_wrong_edit_is_named_and_a_wrong_commit_is_no_obstacle(
     git(inventory, "commit", "-qam", "wrong")
     edit(inventory / "serving.yaml", "tensor_paralel: 8", "tensor_parallel: 8")
     lines = differences(capsys)
-    assert lines[0].startswith("HEAD: its catalogues are not compared: inventory/serving.yaml:12: serving.vllm-base.")
+    assert lines[0].startswith("HEAD: entries: not compared: inventory/serving.yaml:12: serving.vllm-base.")
 
 
 def test_a_commit_that_is_not_there(inventory: Path, capsys: pytest.CaptureFixture[str]) -> None:
