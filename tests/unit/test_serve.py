@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.serving import Run, limits
+from tests.unit.serving import EAGLE3, Run, limits
 
 pytestmark = pytest.mark.slow
 
@@ -170,7 +170,7 @@ def test_running_requests_are_drained(tmp_path: Path) -> None:
 def test_the_key_is_in_force_and_nowhere_to_be_read(tmp_path: Path, engine: str) -> None:
     (tmp_path / "credentials").mkdir()
     (tmp_path / "credentials" / "api-key").write_text("s3cret-key\n")
-    speculation = None if engine == "sglang" else {"drafter": "d", "steps": 3, "draft_tokens": 4}
+    speculation = None if engine == "sglang" else EAGLE3
     more = {"engine": engine, "api_key": True, "speculation": speculation}
     run = Run(tmp_path, {"tell_key": True}, **more)
     run.until("READY=1")
@@ -206,7 +206,7 @@ def test_a_key_that_cannot_be_used_is_named(tmp_path: Path, content: bytes, why:
 def test_a_specification_that_cannot_be_read_is_not_tried_again(tmp_path: Path) -> None:
     run = Run(tmp_path, limits={})
     assert run.end() == 78
-    assert "is no run specification" in run.until("STATUS")
+    assert "specification.json: limits.no_progress_minutes: is missing" in run.until("STATUS")
 
 
 def test_a_full_disk_ends_the_log_file_but_not_the_engine(tmp_path: Path) -> None:
