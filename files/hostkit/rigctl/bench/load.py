@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, quantiles
@@ -18,7 +17,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rigctl.contract.order import faults
+from rigctl.contract.order import words
 from rigctl.contract.sweep import Distribution, Round, Workload
 from rigctl.supervisor.engine_client import Engine
 from rigctl.supervisor.specification import Specification
@@ -252,10 +251,9 @@ def _valid(model: type[Model], text: bytes, where: str) -> Model:
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
-        document = None
-        with suppress(ValueError, RecursionError):  # what is no JSON has no fields to name
-            document = json.loads(text)
-        raise LoadFailed(f"{where}: {'; '.join(faults(error, model, document))}") from None
+        found = ((".".join(map(str, one["loc"])), words(one, ())) for one in error.errors(include_url=False))
+        said = "; ".join(": ".join(filter(None, fault)) for fault in found)
+        raise LoadFailed(f"{where}: {said}") from None
 
 
 def _distribution(values: list[float]) -> Distribution:

@@ -168,7 +168,10 @@ def words(problem: ErrorDetails, known: Iterable[str]) -> str:
         return f"there is no such key{nearest(name, set(known) - {name})}"
     if problem["type"] == "missing":
         return "is missing"
-    return f"{problem['msg'].removeprefix('Value error, ')} (got {_SHORT.repr(problem['input'])})"
+    message = problem["msg"].removeprefix("Value error, ")
+    # A rule about a whole part says itself what is wrong with it.
+    whole = problem["type"] == "value_error" and isinstance(problem["input"], dict)
+    return message if whole else f"{message} (got {_SHORT.repr(problem['input'])})"
 
 
 @cache
