@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -30,26 +31,36 @@ def with_key(text: str, name: str, key: str, value: object) -> str:
     return text.replace(found[0], changed)
 
 
+def entries(inventory: Path) -> dict[str, dict[str, Any]]:
+    """serving.yaml as it is written."""
+    found: dict[str, dict[str, Any]] = yaml.safe_load((inventory / "serving.yaml").read_text())
+    return found
+
+
+def heads(inventory: Path) -> list[str]:
+    """The entries that others extend, or that stand alone."""
+    return [name for name, entry in entries(inventory).items() if "extends" not in entry]
+
+
 def add_a_configuration(inventory: Path) -> Path:
     file = inventory / "serving.yaml"
-    first = next(iter(yaml.safe_load(file.read_text())))
-    file.write_text(f"{file.read_text()}\none-more:\n  extends: {first}\n  flags: {{seed: 1}}\n")
+    file.write_text(f"{file.read_text()}\none-more:\n  extends: {heads(inventory)[0]}\n  flags: {{seed: 1}}\n")
     return file
 
 
 def change_a_flag_of_one(inventory: Path) -> Path:
-    file = inventory / "serving.yaml"
-    first = next(iter(yaml.safe_load(file.read_text())))
-    file.write_text(with_key(file.read_text(), first, "context_length", 16384))
+    file, first = inventory / "serving.yaml", heads(inventory)[0]
+    longer = entries(inventory)[first].get("context_length", 8192) + 1024
+    file.write_text(with_key(file.read_text(), first, "context_length", longer))
     return file
 
 
 def change_a_flag_of_all(inventory: Path) -> Path:
     file = inventory / "serving.yaml"
     text = file.read_text()
-    for name, entry in yaml.safe_load(text).items():
-        if "extends" not in entry:
-            text = with_key(text, name, "max_running_requests", 128)
+    limit = 1 + max(entry.get("max_running_requests", 0) for entry in entries(inventory).values())
+    for name in heads(inventory):
+        text = with_key(text, name, "max_running_requests", limit)
     file.write_text(text)
     return file
 
@@ -63,40 +74,45 @@ def add_a_host(inventory: Path) -> Path:
 EDITS: list[Callable[[Path], Path]] = [add_a_configuration, change_a_flag_of_one, change_a_flag_of_all, add_a_host]
 
 
-def units(inventory: Path, hosts: Path) -> dict[str, str]:
-    """Host and unit -> text, for all hosts of a file."""
+def units(inventory: Path, hosts: Path) -> dict[tuple[str, str], str]:
+    """Host and unit -> text: all configurations, on every host of a file."""
+    every = {"configurations": None, "enable_at_boot": None, "catalogue_overlay": None, "api_key_file": "/nonexistent"}
     with catalogues_of(inventory):
         return {
-            f"{host['name']} {Path(path).name}": text
+            (host["name"], Path(path).name): text
             for host in inventory_hosts(str(hosts))
-            for path, text in unit_files(recorded_plan(host["data"])).items()
+            for path, text in unit_files(recorded_plan(host["data"] | every)).items()
             if path.endswith(".service")
         }
 
 
 @pytest.fixture(scope="module")
-def shipped() -> dict[str, str]:
+def shipped() -> dict[tuple[str, str], str]:
     return units(SHIPPED, SHIPPED / "gpu.py")
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: str(edit.__name__))
-def test_one_file_is_all_that_changes(tmp_path: Path, shipped: dict[str, str], edit: Callable[[Path], Path]) -> None:
+def test_one_file_is_all_that_changes(
+    tmp_path: Path, shipped: dict[tuple[str, str], str], edit: Callable[[Path], Path]
+) -> None:
     inventory = tmp_path / "inventory"
     shutil.copytree(SHIPPED, inventory)
     file = edit(inventory)
     assert file.read_bytes() != (SHIPPED / file.name).read_bytes()
     check_all(inventory)
     after = units(inventory, (inventory if edit is add_a_host else SHIPPED) / "gpu.py")
-    changed = {name for name in shipped.keys() & after.keys() if shipped[name] != after[name]}
+    changed = {unit for host, unit in shipped.keys() & after.keys() if shipped[host, unit] != after[host, unit]}
     new = after.keys() - shipped.keys()
     assert not shipped.keys() - after.keys()
+    of_heads = [f"kimi-{name}.service" for name in heads(SHIPPED)]
     if edit is add_a_configuration:
-        assert new and all("--seed 1" in after[name] for name in new)
+        assert {unit for _, unit in new} == {"kimi-one-more.service"} and all("--seed 1" in after[key] for key in new)
     elif edit is add_a_host:
-        assert not changed and {name.partition(" ")[0] for name in new} == {"one-more"}
+        assert {host for host, _ in new} == {"one-more"} and not changed
+    elif edit is change_a_flag_of_one:
+        assert not new and changed.intersection(of_heads) == {of_heads[0]}
     else:
-        entries = sum("fallback" not in name for name in shipped)
-        assert not new and (0 < len(changed) < entries if edit is change_a_flag_of_one else len(changed) == entries)
+        assert not new and changed.issuperset(of_heads)
 
 
 @pytest.mark.slow
