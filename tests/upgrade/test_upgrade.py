@@ -184,10 +184,12 @@ def test_it_comes_back_also_by_a_fallback(host: Host, before: Before, this_tree:
 
 def test_what_a_newer_version_left_is_refused_before_anything_changes(host: Host, this_tree: Tree) -> None:
     running, files = host.serving(), host.ssh(f"{FILES}; {KEPT}")
+    states = f"{layout.STATES}/????????????.json"
+    back = ("rig.cli.rollback", INVENTORY, "--to", host.ssh(f"basename $(ls -t {states} | tail -n 1) .json").strip())
     for path, arguments, words in (
         (layout.RECEIPT, ("rig.cli.converge", "plan", INVENTORY), "newer than this version of kimi-rig reads"),
         (layout.RECEIPT, ("rig.cli.converge", "deploy", INVENTORY), "newer than this version of kimi-rig reads"),
-        (f"{layout.STATES}/????????????.json", ("rig.cli.rollback", INVENTORY), "of another version of kimi-rig"),
+        (states, back, "of another version of kimi-rig"),
     ):
         host.ssh(f'for f in {path}; do cp -p $f $f.kept; sed -i \'s/"format": [0-9]*/"format": 99/\' $f; done')
         refused = this_tree.run(*arguments)
