@@ -2,7 +2,7 @@
 
 gpu = [("203.0.113.7", {"ssh_user": "root", "configurations": ["sglang-base"], "enable_at_boot": "sglang-base"})]
 
-docs/first-host.md has the keys.
+docs/first-steps/first-host.md has the keys.
 """
 
 gpu = [("kimi-1.example.com", {"ssh_user": "root"})]

@@ -4,7 +4,8 @@
 
 # Engine environments: <ml_env>/<release>/<digest>. Needs about 11 GB an engine release.
 ml_env = "/opt/kimi-rig/env"
-# Directory on the host with every wheel of the locks (docs/engines.md): no package index is asked. None: the index is.
+# Directory on the host with every wheel of the locks: no package index is asked (docs/how-to/releases.md). None: the
+# index is.
 wheels = None
 # Models. Kimi-K2.5 INT4 takes 595 GB.
 models = "/shared"

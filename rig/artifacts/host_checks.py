@@ -12,7 +12,7 @@ from rig.host.preflight import SHM, Finding, Needs, preflight
 from rig.plan.host_plan import HostPlan
 from rigctl.contract import layout
 
-# Unpacked, with pip's copies while it is made (docs/host.md).
+# Unpacked, with pip's copies while it is made (docs/reference/host.md).
 ENVIRONMENT_BYTES = {"cuda": 12_000_000_000, "cpu": 3_000_000_000}
 
 

@@ -1,1 +1,1 @@
-"""The benchmark: which serving configuration is fastest, fairly measured. docs/benchmark.md is its page."""
+"""The benchmark: which serving configuration is fastest, fairly measured. docs/reference/benchmark.md is its page."""

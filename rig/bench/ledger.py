@@ -1,4 +1,4 @@
-"""The ledger: one JSON file a result, never changed once written. docs/benchmark.md describes the format."""
+"""The ledger: one JSON file a result, never changed once written. docs/reference/benchmark.md describes the format."""
 
 from __future__ import annotations
 

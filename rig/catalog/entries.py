@@ -261,7 +261,7 @@ class Release(Entry):
     """Features its configurations need, asked of the installed code (rigctl probe)."""
     index: Index | None = None
     kernel: Kernel | None = None
-    """Its kernel library, where that is a package of its own (docs/kernel.md)."""
+    """Its kernel library, where that is a package of its own (docs/reference/kernel.md)."""
     minimum_driver: Dotted | None = None
     minimum_cuda: Dotted | None = None
     minimum_glibc: Dotted | None = None

@@ -141,7 +141,8 @@ def asked_hosts(inventory: str, limits: Sequence[str]) -> list[str]:
             continue
         if EXAMPLE.search(str(host["data"].get("ssh_hostname") or host["name"])):
             raise RunFailed(
-                f"{inventory} still names the example host {host['name']}: docs/first-host.md says what to fill in"
+                f"{inventory} still names the example host {host['name']}: "
+                "docs/first-steps/first-host.md says what to fill in"
             )
         try:
             refuse_unknown(host["data"])

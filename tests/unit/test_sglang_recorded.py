@@ -1,4 +1,4 @@
-"""What SGLang 0.5.16 wrote on two GPUs (docs/gpu.md), read by the parts that read it on a host."""
+"""What SGLang 0.5.16 wrote on two GPUs (docs/lab/gpu.md), read by the parts that read it on a host."""
 
 from __future__ import annotations
 
@@ -98,5 +98,5 @@ def test_its_segments_are_known(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_the_run_as_it_was() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "lab" / "gpu.md").read_text()
     assert "\n".join(run.rows(GPUS)) in page

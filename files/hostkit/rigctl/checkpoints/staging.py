@@ -106,7 +106,7 @@ class Job:
     # -- staging -------------------------------------------------------------------------------------------
 
     def stage(self) -> Outcome:
-        """Stage, adopt or confirm; see docs/checkpoints.md for what happens to a directory that is there."""
+        """Stage, adopt or confirm; see docs/reference/checkpoints.md for what happens to a directory that is there."""
         with locked(self.state, self.order.name, self.destination), self._stopping():
             self._finish_publication()
             known = self._known()

@@ -12,7 +12,7 @@ from rigctl.contract.order import Part
 
 
 class Training(Part):
-    """What a drafter was trained on, as far as it is known (docs/checkpoints.md, Drafters)."""
+    """What a drafter was trained on, as far as it is known (docs/reference/checkpoints.md, Drafters)."""
 
     target: Text | None = None
     """Name of the target it was trained for, an entry or not: another one is a warning."""

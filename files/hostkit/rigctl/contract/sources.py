@@ -34,7 +34,7 @@ class HubSource(Files):
     mirror: WebAddress | None = None
     """Asked when the endpoint does not answer; never gets the token."""
     transfer: Literal["auto", "http", "xet"] = "auto"
-    """auto: the hub's chunked transfer for large files where it is offered, else HTTP ranges (docs/checkpoints.md)."""
+    """auto: the hub's chunked transfer for large files, else HTTP ranges (docs/reference/checkpoints.md)."""
     allow_unpinned: bool = False
     """In as many words: without a revision, take what the hub calls main on the day it is staged."""
 

@@ -1,6 +1,6 @@
 """rigctl tiny-kimi: a Kimi-K2.5 of 6 MB and EAGLE-3 drafters, their answers and acceptance known beforehand.
 
-See docs/tiny-kimi.md. The texts are in `automaton`, the engine's counters in `prediction`.
+See docs/reference/tiny-kimi.md. The texts are in `automaton`, the engine's counters in `prediction`.
 """
 
 from __future__ import annotations
