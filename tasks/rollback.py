@@ -6,7 +6,7 @@ from pyinfra import host
 from pyinfra.api import deploy
 from pyinfra.api.exceptions import PyinfraError
 
-from rig.artifacts.rollback_states import FORMAT, NoState, known_as, left_behind, state_file, target
+from rig.artifacts.rollback_states import FORMAT, NoState, known_as, left_behind, state_file, target, way_to
 from rig.catalog.entries import Kernel
 from rig.facts.state import JsonFile, Lines
 from rig.operations import rollback_states, system
@@ -18,11 +18,10 @@ from rigctl.contract import layout
 from rigctl.contract.order import ContractError
 
 
-def chosen_state() -> tuple[dict[str, Any], list[str]]:
-    """The state to return to, and the ids of those that are left for it. Raises PyinfraError, naming the host."""
+def chosen_state() -> tuple[dict[str, Any], list[str], list[str]]:
+    """The state to return to, the ids of those that are left for it and of those before it. Raises PyinfraError."""
     record = host.get_fact(JsonFile, path=layout.PRESENT_STATE)
-    listed = host.get_fact(Lines, script=f"cd {layout.STATES} && ls -1t ????????????.json")
-    identities = [name.removesuffix(".json") for name in listed]
+    identities = rollback_states.states_of(host.get_fact(Lines, script=rollback_states.LISTED))
     to = host.data.get("rollback_to")
     if host.data.get("rollback_again") and isinstance(record, dict):
         to = record.get("id")
@@ -33,7 +32,8 @@ def chosen_state() -> tuple[dict[str, Any], list[str]]:
     state = host.get_fact(JsonFile, path=state_file(identity))
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise PyinfraError(f"{host.name}: {state_file(identity)} is damaged, or of another version of kimi-rig")
-    return state, left_behind(record, identities, identity)
+    left = left_behind(record, identities, identity)
+    return state, left, way_to(record, identities, identity, left)
 
 
 def kernels_restored(state: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def kernels_restored(state: dict[str, Any]) -> None:
 
 
 @deploy("Rollback")
-def rollback(state: dict[str, Any], left: list[str]) -> None:
+def rollback(state: dict[str, Any], left: list[str], way: list[str]) -> None:
     units = [layout.unit_name(name) for name in state["units"]]
     try:
         digests = known_as(state)
@@ -70,10 +70,10 @@ def rollback(state: dict[str, Any], left: list[str]) -> None:
     system.units_loaded(name="Load units into systemd", units=units, files=files)
     restart = host.data.get("restart") or "never"
     system.running_current(name="Bring running services back", digests=digests, restart=restart)
-    rollback_states.returned(name="Write it down", record=state, left=left)
+    rollback_states.returned(name="Write it down", record=state, left=left, way=way)
 
 
 if __name__ == "builtins":
     check_privilege()
-    chosen, others = chosen_state()
-    rollback(state=chosen, left=others)
+    chosen, others, earlier = chosen_state()
+    rollback(state=chosen, left=others, way=earlier)

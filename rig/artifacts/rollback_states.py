@@ -23,6 +23,8 @@ from rigctl.contract import layout
 from rigctl.contract.run_specification import RunSpecification
 
 FORMAT = 1
+KEPT = 8
+"""As many states as a host keeps (rigctl prune)."""
 
 
 def state_of(plan: HostPlan) -> dict[str, Any]:
@@ -72,9 +74,34 @@ def state_file(identity: str) -> str:
     return f"{layout.STATES}/{identity}.json"
 
 
-def present_after(identity: str, rolled_back_from: Sequence[str], *, at: str, by: str) -> dict[str, Any]:
-    """Content of the file that says which state is in place, and from which it was rolled back."""
-    return {"id": identity, "rolled_back_from": list(rolled_back_from), "at": at, "by": by}
+def present_after(
+    identity: str, rolled_back_from: Sequence[str], way: Sequence[str], *, at: str, by: str
+) -> dict[str, Any]:
+    """Content of the file that says which state is in place, from which it was rolled back, and which came before."""
+    return {"id": identity, "rolled_back_from": list(rolled_back_from), "before": list(way), "at": at, "by": by}
+
+
+def before(present: Any, identities: Sequence[str]) -> list[str]:
+    """The states that were in force before the present one, the last first.
+
+    identities: all on the host, newest first; they stand for what the version before this one did not write down.
+    """
+    if not isinstance(present, Mapping):
+        return []
+    if isinstance(present.get("before"), list):
+        return [one for one in present["before"] if one in identities]
+    now = present.get("id")
+    return list(identities[identities.index(now) + 1 :]) if now in identities else []
+
+
+def way_to(present: Any, identities: Sequence[str], identity: str, left: Sequence[str] = ()) -> list[str]:
+    """What was in force before `identity` once it takes the place of the present state; left: what it takes back."""
+    earlier = before(present, identities)
+    if left:
+        earlier = earlier[earlier.index(identity) + 1 :] if identity in earlier else earlier
+    elif isinstance(present, Mapping) and present.get("id"):
+        earlier = [present["id"], *earlier]
+    return [one for one in dict.fromkeys(earlier) if one != identity and one not in left][:KEPT]
 
 
 def rolled_back(present: Any) -> bool:
@@ -87,7 +114,10 @@ class NoState(Exception):
 
 
 def target(present: Any, identities: Sequence[str], to: str | None) -> str:
-    """The state to return to: `to`, or the one before the present one. identities: newest first. Raises NoState."""
+    """The state to return to: `to`, or the one that was in force before the present one. Raises NoState.
+
+    identities: of the states on the host, newest first.
+    """
     if not isinstance(present, Mapping) or not present.get("id"):
         raise NoState("no deploy has recorded a state here yet")
     if to is not None:
@@ -95,10 +125,9 @@ def target(present: Any, identities: Sequence[str], to: str | None) -> str:
             there = ", ".join(identities)
             raise NoState(f"there is no state {to} on it (there are, newest first: {there})")
         return to
-    now = present["id"]
-    earlier = identities[identities.index(now) + 1 :] if now in identities else []
+    earlier = before(present, identities)
     if not earlier:
-        raise NoState(f"there is no state before {now} on it")
+        raise NoState(f"there is no state before {present['id']} on it")
     return earlier[0]
 
 

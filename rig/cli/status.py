@@ -43,17 +43,35 @@ exit 0
 
 
 @dataclass(frozen=True)
+class Service:
+    """A configuration that runs. accepted_since: UTC. running_release: where the host has written it down."""
+
+    configuration: str
+    state: str
+    release: str | None = None
+    running_release: str | None = None
+    accepted_since: str | None = None
+    acceptance_length: float | None = None
+
+    def text(self) -> str:
+        """It in a few words; the deployed release too where it is not the one that runs."""
+        runs = self.running_release or self.release
+        deployed = f"; deployed: {self.release}" if runs != self.release else ""
+        text = f"{self.configuration} {self.state} ({runs}{deployed})"
+        text += f", accepted since {self.accepted_since}" if self.accepted_since else ""
+        return text + (
+            f", acceptance length {self.acceptance_length:.2f}" if self.acceptance_length is not None else ""
+        )
+
+
+@dataclass(frozen=True)
 class HostStatus:
-    """One host. accepted_since: UTC, of the active configuration. drift: findings, in words."""
+    """One host, with every configuration that runs. drift: findings, in words."""
 
     host: str
     reached: bool = True
     trouble: str = ""
-    configuration: str | None = None
-    state: str = "idle"
-    release: str | None = None
-    accepted_since: str | None = None
-    acceptance_length: float | None = None
+    services: list[Service] = field(default_factory=list)
     deployed: str | None = None
     drift: list[str] = field(default_factory=list)
     reboot_pending: str = ""
@@ -65,11 +83,7 @@ class HostStatus:
             return f"{self.host}: cannot be reached: {self.trouble}"
         if self.deployed is None:
             return f"{self.host}: nothing is deployed"
-        parts = ["nothing serves"]
-        if self.configuration:
-            parts = [f"{self.configuration} {self.state} ({self.release})"]
-            parts += [f"accepted since {self.accepted_since}"] if self.accepted_since else []
-            parts += [f"acceptance length {self.acceptance_length:.2f}"] if self.acceptance_length is not None else []
+        parts = [service.text() for service in self.services] or ["nothing serves"]
         parts += [self.rolled_back] if self.rolled_back else []
         parts.append(f"drift: {'; '.join(self.drift) or 'none'}")
         parts.append(f"reboot pending: {self.reboot_pending or 'no'}")
@@ -83,21 +97,22 @@ def read_status(name: str, data: Mapping[str, Any], output: str) -> HostStatus:
     if not isinstance(receipt, dict):
         return HostStatus(name)
     rows = _json(sections.get("rigctl", ""))
-    serving: Mapping[str, Any] = next((row for row in rows or [] if row["state"] not in ("inactive", "failed")), {})
-    accepted = serving.get("accepted_at")
     present = _json(sections.get("state", ""))
     return HostStatus(
         name,
-        configuration=serving.get("name"),
-        state=serving.get("state", "idle"),
-        release=serving.get("release"),
-        accepted_since=f"{datetime.fromtimestamp(accepted, UTC):%Y-%m-%d %H:%M} UTC" if accepted else None,
-        acceptance_length=serving.get("acceptance_length"),
+        services=[_service(row) for row in rows or [] if row["state"] not in ("inactive", "failed")],
         deployed=f"{receipt.get('version')} at {receipt.get('at')}",
         drift=_drift(data, sections, receipt, rows),
         rolled_back=rollback_text(present) if rolled_back(present) else "",
         reboot_pending="; ".join(sections.get("pending", "").split("\n")),
     )
+
+
+def _service(row: Mapping[str, Any]) -> Service:
+    accepted = row.get("accepted_at")
+    since = f"{datetime.fromtimestamp(accepted, UTC):%Y-%m-%d %H:%M} UTC" if accepted else None
+    known = {key: row.get(key) for key in ("release", "running_release", "acceptance_length")}
+    return Service(row["name"], row["state"], accepted_since=since, **known)
 
 
 def _drift(

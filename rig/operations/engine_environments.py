@@ -18,8 +18,8 @@ from rig.operations.common import Commands, note, notice, refuse, remember, scri
 from rig.plan.host_plan import Environment, canonical_digest
 from rigctl.contract import layout
 
-# Files of an environment (rigctl/engines/environment.py): it is complete; what it was made from.
-STAMP, LOCK, SERIES = "kimi-rig.json", "kimi-rig.lock.txt", "kimi-rig.patches"
+# In an environment that is complete (rigctl/engines/environment.py).
+STAMP = "kimi-rig.json"
 
 
 @operation()
@@ -79,18 +79,16 @@ def undrifted(environments: Sequence[Environment]) -> Commands:
             drifted = True
             more = f" and {len(findings) - 3} more" if len(findings) > 3 else ""
             yield from refuse(
-                f"{env.path} has drifted: {'; '.join(findings[:3])}{more}. Undo it; or stop what runs from there, "
-                "remove the directory and deploy again"
+                f"{env.path} has drifted: {'; '.join(findings[:3])}{more}. Undo it, and prove it by `rigctl drift check "
+                f"--full --env {env.path}`; or stop what runs from there, remove the directory and deploy again"
             )
     if not drifted:
         host.noop(f"{len(environments)} environments are as they were installed")
 
 
 def _drift_check(env: Environment) -> str:
-    check = [layout.RIGCTL, "drift", "check", "--env", env.path, "--lock", f"{env.path}/{LOCK}"]
-    check += ["--series", f"{env.path}/{SERIES}"] if env.release.patches else []
-    stamp = shlex.quote(f"{env.path}/{STAMP}")
-    return f"{{ [ ! -e {stamp} ] || {shlex.join(check)} | sed 's/^/{env.name} /'; }}"
+    check = shlex.join([layout.RIGCTL, "drift", "check", "--env", env.path])
+    return f"{{ [ ! -e {shlex.quote(f'{env.path}/{STAMP}')} ] || {check} | sed 's/^/{env.name} /'; }}"
 
 
 @operation()

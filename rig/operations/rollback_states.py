@@ -12,13 +12,16 @@ from pyinfra import host
 from pyinfra.api import operation
 
 from rig.artifacts.receipt import merged
-from rig.artifacts.rollback_states import of_state, present_after, state_file, taken_back
+from rig.artifacts.rollback_states import of_state, present_after, state_file, taken_back, way_to
 from rig.facts.state import JsonFile, Lines
 from rig.operations.common import Commands, changes, note, notice, now, operator, reached, refuse, script
 from rig.operations.engine_environments import STAMP, switch
 from rig.operations.files import File, write
 from rig.operations.receipt import product_version
 from rigctl.contract import layout
+
+LISTED = f"cd {layout.STATES} && ls -1t ????????????.json"
+"""Shell that prints the files of a host's states, newest first."""
 
 
 @operation()
@@ -44,9 +47,9 @@ def recorded(record: Mapping[str, Any]) -> Commands:
     It comes before the units, so that a deploy that is killed among them can be taken back too.
     """
     path, present = state_file(record["id"]), host.get_fact(JsonFile, path=layout.PRESENT_STATE)
-    there = host.get_fact(Lines, script=f"[ -s {path} ] && echo there")
+    found = host.get_fact(Lines, script=f"{LISTED}; [ -s {path} ] && echo there")
     if (
-        there
+        "there" in found
         and isinstance(present, dict)
         and (present.get("id"), present.get("rolled_back_from")) == (record["id"], [])
     ):
@@ -54,9 +57,9 @@ def recorded(record: Mapping[str, Any]) -> Commands:
         return
     note(f"state {record['id']} is recorded")
     yield write(_json_file(path, record), existed=True)  # below our state directory, which goes as a whole
-    yield write(
-        _json_file(layout.PRESENT_STATE, present_after(record["id"], [], at=now(), by=operator())), existed=True
-    )
+    way = way_to(present, states_of(found), record["id"])
+    entry = present_after(record["id"], [], way, at=now(), by=operator())
+    yield write(_json_file(layout.PRESENT_STATE, entry), existed=True)
 
 
 @operation()
@@ -88,8 +91,11 @@ def linked(record: Mapping[str, Any]) -> Commands:
 
 
 @operation()
-def returned(record: Mapping[str, Any], left: Sequence[str]) -> Commands:
-    """Receipt and record say that this state is in place, and which were left for it. The last step."""
+def returned(record: Mapping[str, Any], left: Sequence[str], way: Sequence[str]) -> Commands:
+    """Receipt and record say that this state is in place, and which were left for it. The last step.
+
+    way: the states that were in force before it.
+    """
     reached()
     present, receipt = (host.get_fact(JsonFile, path=path) for path in (layout.PRESENT_STATE, layout.RECEIPT))
     old = receipt["items"] if isinstance(receipt, dict) and isinstance(receipt.get("items"), dict) else {}
@@ -101,7 +107,7 @@ def returned(record: Mapping[str, Any], left: Sequence[str]) -> Commands:
     note(f"state {record['id']} is in place of {present['id']}")
     if new is not None:
         yield write(File(layout.RECEIPT, json.dumps(new, indent=2).encode() + b"\n"), existed=True)
-    entry = present_after(record["id"], left, at=now(), by=operator())
+    entry = present_after(record["id"], left, way, at=now(), by=operator())
     yield write(_json_file(layout.PRESENT_STATE, entry), existed=True)
 
 
@@ -122,6 +128,11 @@ def pruned(ml_env: str, current: Sequence[str]) -> Commands:
     if not changes(details, "no environment is left that no state needs"):
         return
     yield script(shlex.join(command))
+
+
+def states_of(listed: Sequence[str]) -> list[str]:
+    """The states among the lines that `LISTED` prints, newest first."""
+    return [name.removesuffix(".json") for name in listed if name.endswith(".json")]
 
 
 def environments(record: Mapping[str, Any]) -> list[str]:

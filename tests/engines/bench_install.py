@@ -24,7 +24,6 @@ from pathlib import Path
 import yaml
 
 from rig.catalog.entries import ROOT
-from rigctl.engines.environment import LOCK, SERIES
 from rigctl.engines.installed import site_packages
 
 RIGCTL = [sys.executable, "-c", "import sys; from rigctl.cli import main; sys.exit(main(sys.argv[1:]))"]
@@ -119,8 +118,7 @@ class Bench:
         path = self.root / "ours"
         if not path.exists():
             self.ours(release)
-        series = ["--series", str(path / SERIES)] if (path / SERIES).exists() else []
-        check = [*RIGCTL, "drift", "check", "--env", str(path), "--lock", str(path / LOCK), *series]
+        check = [*RIGCTL, "drift", "check", "--env", str(path)]
         site = site_packages(path)
         hashing = (
             f"find {site} -name __pycache__ -prune -o -type f -print0 | xargs -0 -P {os.cpu_count()} -n 64 sha256sum"

@@ -23,8 +23,7 @@ from rig.operations.files import Directory, File, Link
 from rig.operations.hostkit import SOURCE, hostkit_files, hostkit_path
 from rigctl.contract import layout
 from rigctl.contract.sources import GeneratorSource
-from rigctl.engines.drift import KERNEL_RECORD, read_lock
-from rigctl.engines.environment import LOCK, SERIES
+from rigctl.engines.drift import KERNEL_RECORD, LOCK, read_lock
 from rigctl.engines.installed import normalised
 from rigctl.tiny_kimi.checkpoints import checkpoint_files as generated
 from tests.host.conftest import Target, json_of, run
@@ -99,9 +98,7 @@ def test_environment_holds_what_its_lock_says(target: Target, environment: str) 
 def test_environment_has_not_drifted(target: Target, environment: str) -> None:
     """Quick: sizes and times of every file against the record of the full proof at installation."""
     path = target.state["environments"][environment]
-    series = f"--series {path}/{SERIES}" if target.host.file(f"{path}/{SERIES}").exists else ""
-    command = f"rigctl drift check --json --env {path} --lock {path}/{LOCK} {series}"
-    result = target.host.run(command)
+    result = target.host.run(f"rigctl drift check --json --env {path}")
     assert result.stdout.startswith("{"), f"{path}: rigctl does not say whether it drifted: {result.stderr.strip()}"
     report = json.loads(result.stdout)
     findings = [f"{each['where']}: {each['what']}" for each in report["findings"] if each["severity"] == "drift"]
@@ -203,6 +200,10 @@ def test_what_runs(target: Target, configuration: str, remarks: list[str]) -> No
     assert f"{entry.listen.host}:{entry.listen.port}" in listening, (
         f"{unit} does not listen where it should: {listening}"
     )
+    # An engine shares its port without a word: what else listens there answers some of its requests.
+    free = json.loads(target.host.run("rigctl free --json").stdout)
+    others = [found["command"] for found in free["processes"] if f"port {entry.listen.port}" in found["holds"]]
+    assert not others, f"{unit} is not alone on its port: {others}; `rigctl free` names who"
     assert target.host.process.filter(user=target.plan.data.service_user), f"{unit} runs as another user"
     answer = run(target.host, f"rigctl chat --json --configuration {configuration} 'Say hello.'")
     assert '"content": ""' not in answer, f"{unit} answers nothing"

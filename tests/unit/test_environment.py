@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from rigctl.engines import drift
-from rigctl.engines.environment import LOCK, SERIES, STAMP
+from rigctl.engines.drift import LOCK, SERIES
+from rigctl.engines.environment import STAMP
 from tests.unit.wheelhouse import lock_text, wheel
 
 pytestmark = pytest.mark.slow  # each test makes environments
@@ -151,14 +152,14 @@ def test_a_second_environment_shares_files_and_neither_it_nor_the_cache_is_patch
 def test_a_wrong_hash_in_the_lock(host: Host) -> None:
     wrong = re.sub(r"(helper==2.0 \\\n    --hash=sha256:)\w{4}", r"\g<1>0000", lock_text(*host.files))
     host.lock("wrong", wrong)
-    refused(host, host.build("new", "wrong"), "Hash mismatch", "helper", "pip sync failed")
+    refused(host, host.build("new", "wrong"), "Hash mismatch", "helper", "could not be installed")
 
 
 def test_a_wheel_that_is_missing_from_the_directory(host: Host) -> None:
     third = wheel(host.wheels, "third", "3.0", {"third.py": ""})
     host.lock("more", lock_text(*host.files, third))
     third.unlink()
-    refused(host, host.build("new", "more"), "third", "pip sync failed")
+    refused(host, host.build("new", "more"), "third", "could not be installed")
 
 
 def test_a_package_that_overwrites_anothers_file(host: Host) -> None:
@@ -186,7 +187,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_is_full_in_the_middle_of_an_install(host: Host, small_disk: Path) -> None:
     (small_disk / "env").mkdir()
     built = host.build("new", base=small_disk)
-    refused(host, built, "No space left on device", "pip sync failed", base=small_disk)
+    refused(host, built, "No space left on device", "could not be installed", base=small_disk)
     shutil.rmtree(small_disk / "cache")
     subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
     assert host.build("new", base=small_disk).returncode == 0
@@ -269,4 +270,6 @@ def test_a_wheel_directory_and_no_network_at_all(host: Host) -> None:
     # Without the directory the same build has nowhere to go, and says so.
     shutil.move(host.wheels, host.root / "gone")
     third = host.root / "third"
-    refused(host, run(["unshare", "--net", "--", *host.command("new", base=third)]), "pip sync failed", base=third)
+    refused(
+        host, run(["unshare", "--net", "--", *host.command("new", base=third)]), "could not be installed", base=third
+    )

@@ -43,7 +43,7 @@ class Host:
 
     def add(self, name: str, **more: Any) -> Specification:
         path = Path(layout.specification_path(name))
-        path.write_text(json.dumps(fields(name=name, port=9, **more)))
+        path.write_text(json.dumps(fields(**{"name": name, "port": 9, **more})))
         for directory in (layout.RUNTIME, layout.SERVING, layout.LOGS):
             Path(directory, name).mkdir(exist_ok=True)
         self.units[f"kimi-{name}.service"] = {"ActiveState": "inactive"}
@@ -78,7 +78,7 @@ def fall_back(name: str) -> int:
 
 def test_a_start_that_is_not_accepted_goes_back_to_what_it_displaced(host: Host) -> None:
     for name, accepted, stopped in (("old", 100, 0.5), ("older", 90, 0.7), ("long-gone", 200, 60)):
-        host.add(name)
+        host.add(name, gpus=[0])
         host.write(name, "accepted.json", at=accepted)
         host.ended(name, stopped)
     host.add("new")
@@ -87,14 +87,67 @@ def test_a_start_that_is_not_accepted_goes_back_to_what_it_displaced(host: Host)
     assert fall_back("new") == 0
     assert host.started == [("start", "--no-block", "kimi-old.service")]
     shown = json.loads(switching.FALLBACK.read_text())
-    assert (shown["failed"], shown["to"], shown["cause"]) == ("new", "old", "not accepted: x")
+    assert (shown["failed"], shown["to"], shown["cause"]) == ("new", ["old"], "not accepted: x")
     # Once: when that one is not accepted either, nothing is started any more, and it is told.
     host.starts("old")
     host.ended("old", cause="not accepted: y", accepted=False)
     host.write("new", "accepted.json", at=50)
     assert fall_back("old") == 0
     assert len(host.started) == 1
-    assert "nothing serves" in json.loads(switching.FALLBACK.read_text())["outcome"]
+    assert "it stays down" in json.loads(switching.FALLBACK.read_text())["outcome"]
+
+
+@pytest.mark.parametrize("of_before", [False, True])
+def test_all_that_was_displaced_comes_back(host: Host, of_before: bool) -> None:
+    for name, port, gpus in (("a", 1, [0, 1]), ("b", 2, [2, 3]), ("c", 3, [0, 1, 2, 3]), ("like-a", 4, [1])):
+        host.add(name, port=port, gpus=gpus)
+    for name, accepted in (("a", 300), ("b", 100), ("like-a", 200)):
+        host.write(name, "accepted.json", at=accepted)
+        host.ended(name, 0.5)
+    host.starts("c")
+    host.ended("c", cause="not accepted: x", accepted=False)
+    assert fall_back("c") == 0
+    assert host.started == [("start", "--no-block", "kimi-a.service", "kimi-b.service")]
+    record = json.loads(switching.FALLBACK.read_text())
+    assert record["outcome"] == "a and b are started again"
+    if of_before:  # the version before this one wrote one name
+        switching.FALLBACK.write_text(json.dumps({"at": record["at"], "failed": "c", "to": "a"}))
+    host.write("c", "accepted.json", at=50)
+    for name in ["a"] if of_before else ["a", "b"]:  # neither brings back what it displaced
+        host.starts(name)
+        host.ended(name, cause="y", accepted=False)
+        assert fall_back(name) == 0
+        assert f"{name}, to which it had gone back, is not accepted" in switching.FALLBACK.read_text()
+    assert len(host.started) == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        (["activating", "active"], "was started meanwhile"),
+        (["deactivating", "inactive"], "does not run (inactive)"),
+        (["activating", "failed"], "does not run (failed)"),
+    ],
+)
+def test_a_restart_during_a_restart_waits(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: list[str], says: str
+) -> None:
+    host.add("a")
+    host.runs("a")
+    states = iter(state)
+    monkeypatch.setattr(switching, "properties", lambda *_: {"ActiveState": next(states)})
+    monkeypatch.setattr(switching, "IDLE_POLL_SECONDS", 0)
+    assert main(["restart", "a"]) == 0
+    shown = capsys.readouterr().out
+    assert f"a is {state[0]}: waiting" in shown and says in shown
+    assert host.started == []
+
+
+def test_a_frozen_engine_is_restarted_without_being_asked(host: Host) -> None:
+    host.add("a")
+    host.runs("a")
+    assert main(["restart", "a"]) == 0
+    assert host.started == [("restart", "kimi-a.service")]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +199,12 @@ def test_the_end_of_a_run_is_written_down(host: Host, monkeypatch: pytest.Monkey
 
 def test_status_tells_what_an_operator_must_know(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     host.add("runs")
-    host.runs("runs", digest="other", proved={"routes": {"open_without_key": ["GET /metrics (tells its counters)"]}})
+    host.runs(
+        "runs",
+        digest="other",
+        release="older",
+        proved={"routes": {"open_without_key": ["GET /metrics (tells its counters)"]}},
+    )
     watch: dict[str, Any] = {"below_floor": True, "acceptance_length": 1.1, "acceptance_floor": 1.25, "own_rate": 0.25}
     watch["own_rate_is"] = "with bonus"
     Path(layout.RUNTIME, "runs", "watch.json").write_text(json.dumps(watch))
@@ -158,7 +216,7 @@ def test_status_tells_what_an_operator_must_know(host: Host, capsys: pytest.Capt
     assert main(["status"]) == 0
     shown = capsys.readouterr().out
     for part in (
-        "STALE",
+        "STALE: deployed anew since it was started (runs older, deployed is stand-in)",
         "EDITED BY HAND",
         "1.1 is below 1.25",
         "own rate 0.25 is with bonus",
@@ -171,6 +229,7 @@ def test_status_tells_what_an_operator_must_know(host: Host, capsys: pytest.Capt
         assert part in shown
     assert main(["status", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert (rows["runs"]["release"], rows["runs"]["running_release"]) == ("stand-in", "older")
     assert rows["runs"]["stale"] and rows["crashed"]["last_end"]["cause"] == "no progress"
 
 

@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 from pyinfra.api.exceptions import PyinfraError
 
-from rig.artifacts.rollback_states import NoState, left_behind, of_state, rolled_back, state_of, taken_back, target
+from rig.artifacts.rollback_states import (
+    NoState,
+    left_behind,
+    of_state,
+    rolled_back,
+    state_of,
+    taken_back,
+    target,
+    way_to,
+)
 from rig.cli.rollback import main
 from rig.facts.created import Created
 from rig.operations import rollback_states
@@ -226,12 +235,12 @@ def test_a_rollback_points_back_and_writes_it_down(host: Host) -> None:
     assert apply(rollback_states.linked, record=first)
     assert (old.parent / "current").readlink() == old
     assert not apply(rollback_states.linked, record=first)
-    assert apply(rollback_states.returned, record=first, left=["2" * 12])
+    assert apply(rollback_states.returned, record=first, left=["2" * 12], way=[])
     assert (host.present["id"], host.present["rolled_back_from"]) == ("1" * 12, ["2" * 12])
     found = json.loads(Path(layout.RECEIPT).read_text())["items"]
     assert found["environment/vllm-1"]["path"] == str(old) and found["hostkit"] == items["hostkit"]
-    assert not apply(rollback_states.returned, record=first, left=["2" * 12])
-    assert apply(rollback_states.returned, record=second, left=[])
+    assert not apply(rollback_states.returned, record=first, left=["2" * 12], way=[])
+    assert apply(rollback_states.returned, record=second, left=[], way=[])
     assert not rolled_back(host.present)
 
 
@@ -261,3 +270,43 @@ def test_uninstall_takes_the_states_along() -> None:
 def test_a_mistyped_inventory(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inventory/nosuch.py"]) == 1
     assert "there is no inventory file inventory/nosuch.py" in capsys.readouterr().err
+
+
+def test_a_rollback_returns_to_the_state_in_force_before(host: Host) -> None:
+    """Not to the newest file: that may be one which was rolled back from."""
+    states = {digit: host.state(digit) for digit in "123"}
+
+    def deploy(digit: str) -> None:
+        apply(rollback_states.recorded, record=states[digit])
+        host.now(host.states / f"{digit * 12}.json")
+
+    def roll_back() -> str:
+        present = host.present
+        files = sorted(host.states.glob("?" * 12 + ".json"), key=lambda path: path.stat().st_mtime, reverse=True)
+        listed = [path.stem for path in files]
+        to = target(present, listed, None)
+        left = left_behind(present, listed, to)
+        apply(rollback_states.returned, record=states[to[0]], left=left, way=way_to(present, listed, to, left))
+        assert host.present["id"] == to and host.present["rolled_back_from"] == left
+        return to[0]
+
+    deploy("1")
+    deploy("2")
+    assert roll_back() == "1"
+    deploy("3")
+    assert roll_back() == "1"
+    with pytest.raises(NoState):
+        roll_back()
+    # Deployed again: the one before it is the other, whichever file is newer.
+    deploy("2")
+    deploy("1")
+    assert roll_back() == "2"
+
+
+def test_the_states_on_the_way_of_the_next_rollbacks_stay(host: Host) -> None:
+    paths = {digit: host.environment(digit) for digit in "abcde"}
+    for digit, path in paths.items():
+        host.state(digit, path)
+    way = {"id": "e" * 12, "rolled_back_from": [], "before": ["a" * 12], "at": "today", "by": "me"}
+    Path(layout.PRESENT_STATE).write_text(json.dumps(way))
+    assert "a" not in host.look()[0]

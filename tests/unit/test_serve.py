@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -150,6 +152,19 @@ def test_the_port_is_taken(tmp_path: Path) -> None:
         assert run.end() == 78
     assert "pre-check port" in run.json("cause.json")["cause"]
     assert "rigctl free" in run.json("cause.json")["cause"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_signal_of_a_stranger_is_no_stop(tmp_path: Path, number: signal.Signals, accepted: bool) -> None:
+    load = [] if accepted else [*WEIGHTS, ["sleep", 60]]
+    run = Run(tmp_path, {"load": load}, limits=limits(stop_seconds=1, **FAST))
+    run.until("READY=1" if accepted else "loading weights 2/64")
+    code = f"import os; os.kill({run.process.pid}, {number})"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run.end() == 1, "systemd starts it again"
+    cause = run.json("cause.json")["cause"]
+    assert f"sent {number.name} to the supervisor" in cause and "use `systemctl stop kimi-drill.service`" in cause
 
 
 def test_running_requests_are_drained(tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from rigctl.contract.limits import Limits
+from rigctl.supervisor import watchdog
 from rigctl.supervisor.acceptance_rates import acceptance_length
 from rigctl.supervisor.activity import Activity, Patience, measure
 from rigctl.supervisor.engine_client import Engine, Metrics, Speculation, read_metrics
@@ -19,6 +23,7 @@ from rigctl.supervisor.measurement_pause import is_measured, mark, undisturbed
 from rigctl.supervisor.metrics_file import exposition
 from rigctl.supervisor.watchdog import Watch
 from tests.unit.serving import EAGLE3, limits, specification
+from tests.unit.test_listening import OTHER
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -159,6 +164,27 @@ def test_a_degenerate_answer_in_service_is_an_error() -> None:
         engine.moved(1, 1)
         watch.round()
     assert "degenerate" in (watch.verdict() or "")
+
+
+def test_a_second_listener_after_acceptance_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members of the unit are this process alone; the stand-in engine and the stranger share the port."""
+    engine, _, watch = watched()
+    monkeypatch.setattr(watchdog, "members", lambda: [os.getpid()])
+    with socket.socket() as ours:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        ours.bind(("127.0.0.1", engine.specification.endpoint.port))
+        ours.listen()
+        watch.round()
+        assert watch.errors == []
+        command = [sys.executable, "-c", OTHER, str(engine.specification.endpoint.port)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None and other.stdout.readline() == "listening\n"
+            for _ in range(3):
+                engine.moved(1, 1)
+                watch.round()
+            assert f"also answered by process {other.pid} outside this unit" in watch.text()
+            assert "3 times in a row" in (watch.verdict() or "")
+            other.communicate()
 
 
 def exported_by(watch: Watch) -> dict[str, float]:

@@ -144,7 +144,7 @@ def test_status_and_verification_read_what_still_runs(host: Host, before: Before
     status = succeeded(this_tree.run("rig.cli.status", INVENTORY)).stdout
     assert CONFIGURATION in status and "stale" not in status and "would change" not in status, status
     [found] = json.loads(succeeded(this_tree.run("rig.cli.status", INVENTORY, "--json")).stdout)
-    assert (found["configuration"], found["drift"]) == (CONFIGURATION, []), found
+    assert ([one["configuration"] for one in found["services"]], found["drift"]) == ([CONFIGURATION], []), found
     succeeded(this_tree.verify())
     undisturbed(host, before)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import sys
 from collections.abc import Callable, Sequence
 
@@ -39,9 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in first if first and first[0] in MODULES else MODULES:
         importlib.import_module(MODULES[name]).register(subparsers)
     arguments = parser.parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        # Names of files and processes may be any bytes.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
         return run(arguments)
     except RigctlError as error:
         print(f"rigctl {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # what no one has foreseen, such as a full disk
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"rigctl {arguments.command}: {where}{error.strerror or error}", file=sys.stderr)
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -21,8 +22,12 @@ def sync_directory(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str, mode: int = 0o644, *, durable: bool = True) -> None:
-    """Write `text` to `path` so that readers see the old or the new file, never a part."""
+    """Write `text` to `path` so that readers see the old or the new file, never a part.
+
+    Raises OSError that names the file, and for a full disk what is needed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    size = len(text.encode())
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     temporary = Path(name)
     try:
@@ -33,8 +38,11 @@ def write_whole(path: Path, text: str, mode: int = 0o644, *, durable: bool = Tru
                 os.fsync(handle.fileno())
         temporary.chmod(mode)
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            why = f"{error.strerror}: {size} bytes are needed; make room and try again"
+            raise OSError(error.errno, why, str(path)) from None
         raise
     if durable:
         sync_directory(path.parent)

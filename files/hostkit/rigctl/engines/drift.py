@@ -1,8 +1,8 @@
 """`rigctl drift`: has an engine's environment changed since it was proved?
 
-`record` proves every file against its RECORD and notes size, time and inode of each; `check` compares with
-the notes (a second), `check --full` proves the bytes again. Both compare packages with the lock and patched
-files with their series, and look for mixtures that engines die of: FlashInfer's parts of different versions
+`check --full` proves every file against its RECORD and, where nothing has drifted, notes size, time and inode of each;
+`check` compares with the notes (a second). Both compare packages with the lock and patched files with the series that
+the environment was made from, and look for mixtures that engines die of: FlashInfer's parts of different versions
 (vllm#49804, flashinfer#4337), more than one NCCL, packages that overwrite one another (sglang#12723).
 """
 
@@ -15,7 +15,7 @@ import os
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +29,9 @@ from rigctl.errors import RigctlError
 from rigctl.whole_files import write_whole
 
 STAMP = "rigctl-stamp.json"
+# What an environment was made from, kept in it: it can be proved when the host's locks and patches are of another state.
+LOCK = "kimi-rig.lock.txt"
+SERIES = "kimi-rig.patches"
 KERNEL_RECORD = "kimi-kernel.json"
 """In an environment: the kernel wheel that was put over the lock's (rigctl kernel)."""
 KERNELS = {"sgl-kernel", "sglang-kernel"}
@@ -94,23 +97,10 @@ def flashinfer_parts(installed: Mapping[str, str]) -> list[Finding]:
     return [Finding("flashinfer", "flashinfer", f"versions disagree: {listed}")]
 
 
-def nccl_libraries(site: Path, system: Sequence[Path] = ()) -> list[Finding]:
-    """More than one NCCL in the environment is drift; another one on the system is a note."""
-
-    def libraries(folder: Path, pattern: str) -> list[str]:
-        return sorted({str(path.resolve()) for path in folder.glob(pattern)})
-
-    own = libraries(site, "*/**/libnccl.so*")
-    findings = []
-    if len(own) > 1:
-        findings.append(Finding("nccl", str(site), f"{len(own)} NCCL libraries: {', '.join(own)}"))
-    for folder in system:
-        findings += [
-            Finding("nccl", path, "a second NCCL, if LD_LIBRARY_PATH puts it first", "note")
-            for path in libraries(folder, "libnccl.so*")
-            if own
-        ]
-    return findings
+def nccl_libraries(site: Path) -> list[Finding]:
+    """More than one NCCL in the environment."""
+    own = sorted({str(path.resolve()) for path in site.glob("*/**/libnccl.so*")})
+    return [Finding("nccl", str(site), f"{len(own)} NCCL libraries: {', '.join(own)}")] if len(own) > 1 else []
 
 
 # Files
@@ -209,7 +199,6 @@ class Expected:
     stamp: Path
     lock: Path | None = None
     series: Path | None = None
-    system_libraries: tuple[Path, ...] = ()
     kernel: Mapping[str, str] | None = None
     """Name and version of the kernel wheel put over the lock's; None: as the environment's own record says."""
 
@@ -245,7 +234,7 @@ def inspect(expected: Expected, *, full: bool) -> list[Finding]:
     if expected.lock:
         findings += compare_packages(pairs, {**read_lock(_text(expected.lock)), **kernel})
     findings += flashinfer_parts(dict(pairs))
-    findings += nccl_libraries(expected.site, expected.system_libraries)
+    findings += nccl_libraries(expected.site)
     patched, ours = _series(expected)
     findings += patched
     if full:
@@ -283,9 +272,13 @@ def read_stamp(path: Path) -> Stamp:
     try:
         stamp: Stamp = json.loads(path.read_text())["files"]
     except FileNotFoundError:
-        raise RigctlError(f"{path}: no stamp; prove the environment with `rigctl drift record`") from None
+        raise RigctlError(
+            f"{path}: no stamp; `rigctl drift check --full` proves the environment and writes it"
+        ) from None
     except (ValueError, KeyError, TypeError):
-        raise RigctlError(f"{path}: damaged stamp; make it again with `rigctl drift record`") from None
+        raise RigctlError(
+            f"{path}: damaged stamp; `rigctl drift check --full` proves the environment and renews it"
+        ) from None
     return stamp
 
 
@@ -300,14 +293,10 @@ def record(expected: Expected) -> list[Finding]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit code 0 without drift, 1 with."""
-    expected = Expected(
-        site=site_packages(arguments.env),
-        stamp=arguments.stamp or arguments.env / STAMP,
-        lock=arguments.lock,
-        series=arguments.series,
-        system_libraries=tuple(arguments.system_libraries),
-    )
-    findings = record(expected) if arguments.action == "record" else inspect(expected, full=arguments.full)
+    environment: Path = arguments.env
+    lock, series = (path if path.exists() else None for path in (environment / LOCK, environment / SERIES))
+    expected = Expected(site_packages(environment), environment / STAMP, lock, series)
+    findings = record(expected) if arguments.full else inspect(expected, full=False)
     drifted = any(each.severity == "drift" for each in findings)
     if arguments.json:
         report: dict[str, Any] = {"drift": drifted, "findings": [asdict(each) for each in findings]}
@@ -322,12 +311,10 @@ def run(arguments: argparse.Namespace) -> int:
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `drift` to the command line."""
     parser = subparsers.add_parser("drift", help="has an engine's environment changed?")
-    parser.add_argument("action", choices=("record", "check"))
+    parser.add_argument("action", choices=("check",))
     parser.add_argument("--env", type=Path, required=True, help="virtual environment")
-    parser.add_argument("--lock", type=Path, help="lock file that it was installed from")
-    parser.add_argument("--series", type=Path, help="patch series applied to it")
-    parser.add_argument("--stamp", type=Path, help=f"default: {STAMP} in the environment")
-    parser.add_argument("--full", action="store_true", help="hash every file")
-    parser.add_argument("--system-libraries", type=Path, action="append", default=[], help="look for NCCL there")
+    parser.add_argument(
+        "--full", action="store_true", help="hash every file; without drift, renew what quick checks use"
+    )
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=run)

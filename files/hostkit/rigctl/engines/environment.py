@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -21,11 +20,9 @@ from rigctl.contract.environment_build import EnvironmentBuild
 from rigctl.engines import drift, patches
 from rigctl.engines.installed import site_packages
 from rigctl.errors import RigctlError
+from rigctl.whole_files import write_json
 
 STAMP = "kimi-rig.json"
-# What it was made from, kept in it: it can be proved when the host's locks and patches are of another state.
-LOCK = "kimi-rig.lock.txt"
-SERIES = "kimi-rig.patches"
 BUILD_LOCK = ".lock"
 """Beside the environments of a release."""
 
@@ -73,17 +70,13 @@ def _install(order: EnvironmentBuild) -> None:
     uv = str(Path(sys.executable).parent / "uv")
     interpreter = str(order.path / "bin" / "python")
     print(f"making {order.path}", flush=True)
-    _run(
-        [uv, "venv", "--quiet", "--python", f"/usr/bin/python{order.python}", str(order.path)],
-        order,
-    )
-    print(
-        f"installing {len(drift.read_lock(order.lock.read_text()))} packages of {order.lock.name}",
-        flush=True,
-    )
+    venv = [uv, "venv", "--quiet", "--python", f"/usr/bin/python{order.python}", str(order.path)]
+    _run(venv, order, f"a virtual environment of Python {order.python} could not be made")
+    packages = f"{len(drift.read_lock(order.lock.read_text()))} packages of {order.lock.name}"
+    print(f"installing {packages}", flush=True)
     sync = [uv, "pip", "sync", "--python", interpreter, "--require-hashes", "--link-mode", "hardlink"]
     sync += ["--compile-bytecode", "--no-build", *_index_options(order), str(order.lock)]
-    _run(sync, order)
+    _run(sync, order, f"the {packages} could not be installed")
 
 
 def _patch(order: EnvironmentBuild) -> None:
@@ -103,7 +96,7 @@ def _prove(order: EnvironmentBuild) -> None:
         raise RigctlError(f"{order.path}: {len(findings)} files or packages are not what was locked: {named}")
 
 
-def _run(command: list[str], order: EnvironmentBuild) -> None:
+def _run(command: list[str], order: EnvironmentBuild, failed: str) -> None:
     environment = {
         **os.environ,
         "UV_CACHE_DIR": str(order.cache),
@@ -111,14 +104,12 @@ def _run(command: list[str], order: EnvironmentBuild) -> None:
         "UV_PYTHON_DOWNLOADS": "never",
     }
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    result = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
+    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if result.returncode != 0:
-        print(result.stdout, file=sys.stderr)
+        print(result.stdout.decode(errors="replace"), file=sys.stderr)
         raise RigctlError(
-            f"{order.path}: {command[1]} {command[2]} failed (above); it was not made and nothing uses it. "
-            "Mend the cause (network, index, disk, a wrong hash in the lock) and deploy again"
+            f"{order.path}: {failed} (uv's words are above); nothing uses what was begun, and it is removed. Mend the "
+            "cause (network, index, disk, a wrong hash in the lock) and deploy again"
         )
 
 
@@ -147,13 +138,10 @@ def _locked_wheel(lock: Path, package: str) -> str | None:
 
 
 def _stamp(order: EnvironmentBuild, started: float) -> None:
-    shutil.copyfile(order.lock, order.path / LOCK)
+    shutil.copyfile(order.lock, order.path / drift.LOCK)
     if order.patches is not None:
-        shutil.copytree(order.patches, order.path / SERIES)
-    stamp = order.path / STAMP
-    content = {"lock": order.lock.name, "python": order.python, "built": int(time.time())}
-    content["seconds"] = round(time.time() - started)
-    temporary = stamp.with_suffix(".new")
-    temporary.write_text(json.dumps(content) + "\n")
+        shutil.copytree(order.patches, order.path / drift.SERIES)
     os.sync()
-    temporary.rename(stamp)
+    took = round(time.time() - started)
+    content = {"lock": order.lock.name, "python": order.python, "built": int(time.time()), "seconds": took}
+    write_json(order.path / STAMP, content)

@@ -42,7 +42,10 @@ def look(base: Path, states: Path, current: Iterable[Path]) -> Found:
     now = set(current)
     everything = [path for path in base.glob("*/*") if path.is_dir() and not path.is_symlink() and _is_ours(path)]
     complete = sorted((path for path in everything if (path / STAMP).exists()), key=_became_current, reverse=True)
+    present = read_object(states / PRESENT) or {}
+    way = [present.get("id"), *present.get("before", ())]  # what the next rollbacks return to comes first
     records = sorted((path for path in states.glob("*.json") if _digest(path.stem)), key=_modified, reverse=True)
+    records.sort(key=lambda path: way.index(path.stem) if path.stem in way else len(way))
     named = {path: _environments(path) for path in records}
     keep = now.union(*(named[path] for path in records[:STATES_THAT_HOLD]))
     for release in {path.parent for path in now}:
@@ -52,8 +55,7 @@ def look(base: Path, states: Path, current: Iterable[Path]) -> Found:
     used = in_use(candidates)
     unneeded = [path for path in candidates if path not in used]
     stay = set(everything) - set(unneeded)
-    present = (read_object(states / PRESENT) or {}).get("id")
-    whole = [path for path in records if path.stem == present or named[path] <= stay]
+    whole = [path for path in records if path.stem == present.get("id") or named[path] <= stay]
     return Found(tuple(sorted(unneeded)), tuple(sorted(used)), tuple(sorted(set(records) - set(whole[:STATES_KEPT]))))
 
 

@@ -19,7 +19,7 @@ from rigctl.errors import RigctlError
 from rigctl.services.systemd import UNITS, properties
 from rigctl.supervisor.ended import failures
 from rigctl.supervisor.engine_client import Engine, api_key
-from rigctl.supervisor.prechecks import WARNING
+from rigctl.supervisor.live_settings import WARNING
 from rigctl.supervisor.readiness import reasoning_of
 from rigctl.supervisor.specification import Specification, configurations, installed, named, started
 from rigctl.whole_files import read_object
@@ -76,7 +76,7 @@ def rows() -> list[dict[str, Any]]:
 def _unusable(name: str, why: ContractError) -> dict[str, Any]:
     state = properties(layout.unit_name(name), WANTED)["ActiveState"]
     known = {"name": name, "state": state, "status": str(why), "stale": False, "remarks": []}
-    return {**known, "release": None, "digest": None}
+    return {**known, "release": None, "running_release": None, "digest": None}
 
 
 def row(specification: Specification) -> dict[str, Any]:
@@ -91,6 +91,7 @@ def row(specification: Specification) -> dict[str, Any]:
         "state": state,
         "status": _status_text(unit, ended),
         "release": specification.release,
+        "running_release": (ran_as or {}).get("release"),
         "digest": specification.digest,
         "address": specification.endpoint.address,
         "model": specification.model,
@@ -149,7 +150,9 @@ def _remarks(
     ended: dict[str, Any] | None,
 ) -> Iterator[str]:
     if why := _stale(specification, ran_as):
-        yield f"STALE: {why} since it was started; `systemctl restart` takes it over"
+        runs = (ran_as or {}).get("release", specification.release)
+        releases = f" (runs {runs}, deployed is {specification.release})" if runs != specification.release else ""
+        yield f"STALE: {why} since it was started{releases}; `systemctl restart` takes it over"
     drafter = (ran_as or {}).get("prechecks", {}).get("drafter fits", "no drafter")
     if drafter != "no drafter":
         yield f"drafter {drafter}"

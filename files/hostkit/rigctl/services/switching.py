@@ -6,7 +6,6 @@ import argparse
 import subprocess
 import time
 from contextlib import suppress
-from typing import Any
 
 import requests
 
@@ -76,17 +75,30 @@ def _await_fallback(name: str, since: float) -> str:
 
 
 def restart_unit(specification: Specification, *, when_idle: bool) -> int:
-    """Restart it if it still runs; 0 also when it was stopped meanwhile."""
-    engine = Engine(specification, api_key())
-    while properties(specification.unit, ["ActiveState"])["ActiveState"] == "active":
-        with suppress(requests.RequestException):
-            now = engine.metrics()
-            if not when_idle or now.running + now.waiting == 0:
-                systemctl("restart", specification.unit)
-                return 0
+    """Restart it if it runs and has not taken the deploy over meanwhile; 0 also when it was stopped meanwhile."""
+    engine, waited = Engine(specification, api_key()), False
+    while (state := properties(specification.unit, ["ActiveState"])["ActiveState"]) not in ("inactive", "failed"):
+        if state != "active":
+            if not waited:
+                print(f"{specification.name} is {state}: waiting until it serves", flush=True)
+            waited = True
+        elif waited and not row(specification)["stale"]:
+            print(f"{specification.name} was started meanwhile and runs as deployed: nothing to restart")
+            return 0
+        elif not when_idle or _idle(engine):
+            systemctl("restart", specification.unit)
+            return 0
         time.sleep(IDLE_POLL_SECONDS)
-    print(f"{specification.name} does not run any more: nothing to restart")
+    name = specification.name
+    print(f"{name} does not run ({state}): nothing to restart; `rigctl switch {name}` starts it")
     return 0
+
+
+def _idle(engine: Engine) -> bool:
+    with suppress(requests.RequestException):
+        now = engine.metrics()
+        return now.running + now.waiting == 0
+    return False
 
 
 def show_logs(arguments: argparse.Namespace) -> int:
@@ -103,49 +115,53 @@ def show_logs(arguments: argparse.Namespace) -> int:
 
 
 def fall_back(failed: Specification) -> int:
-    """Start what `failed` displaced, once; nothing when it displaced nothing or was itself started by a fallback."""
-    ended = read_object(failed.state / "ended.json") or {}
-    outcome = _outcome(failed, ended)
-    if outcome is None:
+    """Start all that `failed` displaced, once: never what a start displaced that was itself a fallback."""
+    end = read_object(failed.state / "ended.json") or {}
+    last = read_object(FALLBACK) or {}
+    accepted = (read_object(failed.state / "accepted.json") or {}).get("at", 0)
+    # Of a version before this one: a name, and one time for both.
+    went_back = [last["to"]] if isinstance(last.get("to"), str) else last.get("to") or []
+    began = last.get("began", last.get("at", 0))
+    back: list[Specification] = []
+    if failed.name in went_back and accepted < began and not end.get("accepted"):
+        text = f"{failed.name}, to which it had gone back, is not accepted either: it stays down"
+    elif end.get("accepted") or not (back := _displaced(failed)):  # what crashed in service is for the operator
         print(f"{failed.name}: nothing to go back to")
         return 0
-    back, text = outcome
-    record = {"at": time.time(), "failed": failed.name, "cause": _why(failed, ended), "outcome": text}
-    FALLBACK.parent.mkdir(parents=True, exist_ok=True)
-    write_json(FALLBACK, {**record, "to": back}, durable=False)
+    else:
+        began, went_back = time.time(), [one.name for one in back]
+        text = f"{' and '.join(one.name for one in back)} {'is' if len(back) == 1 else 'are'} started again"
+    cause = str(end.get("cause") or row(failed)["status"])
+    record = {"at": time.time(), "failed": failed.name, "cause": cause, "outcome": text}
+    write_json(FALLBACK, {**record, "to": went_back, "began": began}, durable=False)
     print(f"{failed.name}: {text}", flush=True)
-    if back is not None:
-        systemctl("start", "--no-block", named(back).unit)
+    if back:
+        systemctl("start", "--no-block", *(one.unit for one in back))
     return 0
 
 
-def _outcome(failed: Specification, ended: dict[str, Any]) -> tuple[str | None, str] | None:
-    if ended.get("accepted"):
-        return None  # it crashed in service; that is for the operator
-    last = read_object(FALLBACK) or {}
-    accepted = (read_object(failed.state / "accepted.json") or {}).get("at", 0)
-    if last.get("to") == failed.name and accepted < last["at"]:
-        return None, f"{failed.name}, to which it had gone back, is not accepted either: nothing serves"
-    back = _displaced(failed)
-    return (back, f"{back} is started again") if back else None
-
-
-def _displaced(failed: Specification) -> str | None:
-    """The configuration that was accepted last among those stopped just before `failed` was started.
+def _displaced(failed: Specification) -> list[Specification]:
+    """What was stopped just before `failed` was started; of two that exclude each other the one accepted last.
 
     On the monotonic clock: between the two the other one may be set.
     """
     unit = properties(failed.unit, ["InactiveExitTimestampMonotonic"])
     began = int(unit["InactiveExitTimestampMonotonic"] or 0) / 1e6
-    candidates: list[tuple[float, str]] = []
+    candidates: list[tuple[float, Specification]] = []
     for other in installed():
         boot, stopped = (read_object(other.state / "ended.json") or {}).get("since_boot", ["", 0.0])
         accepted = (read_object(other.state / "accepted.json") or {}).get("at", 0)
         displaced = boot == boot_id() and began - DISPLACED_SECONDS < stopped <= began + 1
         if other.name != failed.name and accepted and displaced:
-            candidates.append((accepted, other.name))
-    return max(candidates)[1] if candidates else None
+            candidates.append((accepted, other))
+    back: list[Specification] = []
+    for _, other in sorted(candidates, key=lambda found: found[0], reverse=True):
+        if not any(_exclude(other, one) for one in back):
+            back.append(other)
+    return back
 
 
-def _why(failed: Specification, ended: dict[str, Any]) -> str:
-    return str(ended.get("cause") or row(failed)["status"])
+def _exclude(one: Specification, other: Specification) -> bool:
+    """Whether two configurations claim the same GPU or port (rig/artifacts/units.py writes their Conflicts=)."""
+    ports = ({endpoint.port for endpoint in each.endpoints} for each in (one, other))
+    return bool(set(one.gpus) & set(other.gpus) or set.intersection(*ports))

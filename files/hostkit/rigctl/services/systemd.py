@@ -14,16 +14,14 @@ UNITS = Path(layout.UNITS)
 
 def properties(unit: str, wanted: Sequence[str]) -> dict[str, str]:
     """Properties of a unit; empty for what systemd does not tell. Raises RigctlError when it cannot be asked."""
-    command = ["systemctl", "show", f"--property={','.join(wanted)}", unit]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RigctlError(f"systemctl show {unit}: {done.stderr.strip() or f'exit code {done.returncode}'}")
-    found = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    lines = systemctl("show", f"--property={','.join(wanted)}", unit).splitlines()
+    found = dict(line.split("=", 1) for line in lines if "=" in line)
     return {key: found.get(key, "") for key in wanted}
 
 
-def systemctl(*arguments: str) -> None:
-    """Run systemctl. Raises RigctlError with its words when it fails."""
-    done = subprocess.run(["systemctl", *arguments], capture_output=True, text=True, check=False)
+def systemctl(*arguments: str) -> str:
+    """What systemctl answers. Raises RigctlError with its words when it fails."""
+    done = subprocess.run(["systemctl", *arguments], capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
         raise RigctlError(f"systemctl {' '.join(arguments)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout

@@ -37,9 +37,7 @@ def record(specification: Specification) -> int:
     cause = None if result == "success" else _cause(specification, result)
     started = read_object(specification.runtime / "started.json")
     series = [] if cause is None else [*_unhealthy(specification, started), cause]
-    write_json(
-        specification.runtime / "failures.json", {"failures": series, "monotonic": time.monotonic()}, durable=False
-    )
+    note(specification.runtime / "failures.json", {"failures": series, "monotonic": time.monotonic()})
     ended: dict[str, Any] = {
         "at": time.time(),
         "since_boot": [boot_id(), time.monotonic()],
@@ -51,7 +49,7 @@ def record(specification: Specification) -> int:
         "left": left,
     }
     words = read_object(specification.runtime / "cause.json") or {}
-    write_json(specification.state / "ended.json", {**ended, "last_words": words.get("last_words", [])}, durable=False)
+    note(specification.state / "ended.json", {**ended, "last_words": words.get("last_words", [])})
     clear(specification)
     for line in [*(f"ended {process}" for process in killed), *left]:
         print(f"left over: {line}", flush=True)
@@ -63,6 +61,14 @@ def clear(specification: Specification) -> None:
     for name in OF_ONE_RUN:
         (specification.runtime / name).unlink(missing_ok=True)
     shutil.rmtree(specification.runtime / "metrics", ignore_errors=True)
+
+
+def note(path: Path, content: dict[str, Any]) -> None:
+    """Write a file of what happened, whole or not at all. A full disk is reported and ends nothing."""
+    try:
+        write_json(path, content, durable=False)
+    except OSError as error:
+        print(f"not written down: {error.filename or path}: {error.strerror}", flush=True)
 
 
 def boot_id() -> str:
@@ -134,7 +140,8 @@ def command(pid: int) -> str:
     try:
         process = psutil.Process(pid)
         words = [] if process.status() == psutil.STATUS_ZOMBIE else process.cmdline()
-        return " ".join(words).strip()[:160] or f"[{process.name()}]"
+        text = " ".join(words).strip()[:160] or f"[{process.name()}]"
+        return text.encode(errors="surrogateescape").decode(errors="replace")
     except psutil.Error:
         return "(gone)"
 

@@ -7,68 +7,30 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
-LISTEN = "0A"
-SOCKET = re.compile(r"socket:\[(\d+)\]")
+import psutil
 
 
-def strangers(host: str, port: int, pids: Iterable[int]) -> bool:
-    """Whether a socket listens at the address that none of `pids` holds.
+def strangers(host: str, port: int, members: Callable[[], Iterable[int]]) -> list[str]:
+    """The processes outside the unit that listen where the engine does; "process ?" for one that is not visible.
 
-    False also where a process's descriptors cannot be read: then nobody is accused. Sources: proc_net_tcp.txt of the
-    kernel's documentation, proc(5). By inodes, which psutil does not tell: several processes may share a socket.
+    members: the unit's processes, asked after the sockets, so that one that has just been started counts. Empty also
+    outside a unit, and where a member's descriptors cannot be read: then nobody is accused.
     """
-    listening = _listening(host, port)
-    if not listening:
-        return False
-    held: set[str] = set()
-    for pid in pids:
-        found = _sockets(Path(f"/proc/{pid}/fd"))
-        if found is None:
-            return False
-        held |= found
-    return bool(listening - held)
+    listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
+    found = [one for one in listening if one.laddr.port == port and _meet(host, one.laddr.ip)]
+    unit = set(members())
+    # An engine that has just ended has no directory any more, and no socket.
+    readable = all(os.access(f"/proc/{pid}/fd", os.R_OK) or not psutil.pid_exists(pid) for pid in unit)
+    if not unit or not readable:
+        return []
+    return sorted({f"process {one.pid or '?'}" for one in found if one.pid not in unit})
 
 
-def _listening(host: str, port: int) -> set[str]:
-    address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
-    found: set[str] = set()
-    for table in ("tcp", "tcp6"):
-        try:
-            lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            fields = line.split()
-            local, _, local_port = fields[1].rpartition(":")
-            anyone = not local.strip("0")
-            if fields[3] == LISTEN and int(local_port, 16) == port and (anyone or local == _hexadecimal(address)):
-                found.add(fields[9])
-    return found
-
-
-def _hexadecimal(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
-    """As /proc/net/tcp writes it: 32-bit words in the machine's (little-endian) order."""
-    raw = address.packed
-    return "".join(raw[start : start + 4][::-1].hex().upper() for start in range(0, len(raw), 4))
-
-
-def _sockets(descriptors: Path) -> set[str] | None:
-    """Inodes of a process's sockets; none once it has ended, None where they may not be read."""
-    found: set[str] = set()
-    try:
-        for entry in os.scandir(descriptors):
-            try:
-                match = SOCKET.match(str(Path(entry.path).readlink()))
-            except FileNotFoundError:
-                continue
-            if match:
-                found.add(match[1])
-    except FileNotFoundError:
-        return found
-    except OSError:
-        return None
-    return found
+def _meet(ours: str, theirs: str) -> bool:
+    """Whether a connection to one address may reach a socket that listens at the other: of two, the closer wins."""
+    one, other = (ipaddress.ip_address("127.0.0.1" if name == "localhost" else name) for name in (ours, theirs))
+    if one.version != other.version:  # only a socket at every address takes the other kind too
+        return (one if one.version == 6 else other).is_unspecified
+    return one == other or one.is_unspecified or other.is_unspecified

@@ -13,10 +13,11 @@ from rigctl.contract.comparison import same_value
 from rigctl.contract.run_specification import LiveSettings
 from rigctl.errors import RigctlError
 from rigctl.nvidia_smi import nvidia_smi
-from rigctl.supervisor.prechecks import WARNING
 from rigctl.supervisor.specification import Specification
 
 ROOT = Path("/")
+WARNING = "warning: "
+"""How the outcome of a check begins that holds, and yet found what `rigctl status` should show."""
 
 # (name, wanted, found); found is None where the host does not tell, such as an option of a module yet to be loaded.
 Reading = tuple[str, str, str | None]

@@ -25,12 +25,11 @@ from rigctl.supervisor import ended, prechecks
 from rigctl.supervisor.activity import Patience, measure, members
 from rigctl.supervisor.engine_client import Engine, api_key
 from rigctl.supervisor.engine_log import EngineLog, RunFile
-from rigctl.supervisor.listening import strangers
 from rigctl.supervisor.load_phases import Phases
 from rigctl.supervisor.metrics_file import publish
 from rigctl.supervisor.readiness import NotAccepted, accept
 from rigctl.supervisor.specification import Specification
-from rigctl.supervisor.watchdog import Watch
+from rigctl.supervisor.watchdog import Watch, shared_port
 from rigctl.whole_files import write_json
 
 POLL_SECONDS = 0.1
@@ -40,7 +39,8 @@ SAY_SECONDS = 10.0  # between two signs of life to systemd
 EXTEND_SECONDS = 120
 ALIVE = "WATCHDOG=1"  # wanted also while the unit stops: systemd counts on until the end (sd_notify(3))
 GIVE_UP = 78  # the unit's RestartPreventExitStatus=: another try would end the same
-SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+# systemd takes an end by one of the first three for a stop that was asked for (systemd.service(5), SuccessExitStatus=).
+SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         return Supervisor(specification, arguments.argv, api_key()).run()
     except RigctlError as error:
         if specification is not None:
-            write_json(specification.runtime / "cause.json", {"cause": str(error)}, durable=False)
+            ended.note(specification.runtime / "cause.json", {"cause": str(error)})
         notify(f"STATUS={error}")
         print(error, flush=True)
         return GIVE_UP
@@ -72,7 +72,11 @@ class Stop(Exception):
 
 
 class Failure(Exception):
-    """The run has failed; the text is what the operator reads."""
+    """The run has failed; the text is what the operator reads. again: another try may well succeed."""
+
+    def __init__(self, cause: str, *, again: bool = False) -> None:
+        super().__init__(cause)
+        self.again = again
 
 
 class Supervisor:
@@ -87,7 +91,11 @@ class Supervisor:
         self._patience = Patience(specification.limits)
         self._said = (0.0, "")
         # What started.json will say.
-        self._facts: dict[str, Any] = {"digest": specification.digest, "same_as": specification.same_as}
+        self._facts: dict[str, Any] = {
+            "digest": specification.digest,
+            "same_as": specification.same_as,
+            "release": specification.release,
+        }
         self._accepted = False
         self._frozen = False
 
@@ -108,20 +116,17 @@ class Supervisor:
             self._end(polite=True)
             return 0
         except (Failure, RigctlError) as error:
-            return self._failed(str(error), earlier)
+            return self._failed(str(error), earlier, again=isinstance(error, Failure) and error.again)
+        except OSError as error:  # such as a full disk
+            return self._failed(f"{error.filename or 'this host'}: {error.strerror or error}", earlier)
 
-    def _failed(self, cause: str, earlier: list[str]) -> int:
+    def _failed(self, cause: str, earlier: list[str], *, again: bool = False) -> int:
         limits = self._specification.limits
         # A first start that is not accepted would fail again; one that follows a crash may have met its remains.
-        retry = (self._accepted or bool(earlier)) and len(earlier) < limits.restarts
+        retry = (again or self._accepted or bool(earlier)) and len(earlier) < limits.restarts
         if not retry and earlier:
             cause = f"{cause} (given up after {len(earlier) + 1} failures in a row)"
-        with suppress(OSError):
-            write_json(
-                self._specification.runtime / "cause.json",
-                {"cause": cause, "last_words": [*self._log.last_words]},
-                durable=False,
-            )
+        ended.note(self._specification.runtime / "cause.json", {"cause": cause, "last_words": [*self._log.last_words]})
         self._notify("STOPPING=1", cause)
         self._end(polite=not self._frozen)
         print(f"{self._specification.name}: {cause}", flush=True)
@@ -202,11 +207,8 @@ class Supervisor:
 
     def _ours(self) -> None:
         """What answers must be the engine of this unit: another one on the same port would be accepted in its place."""
-        endpoint, unit = self._specification.endpoint, members()
-        if unit and strangers(endpoint.host, endpoint.port, unit):
-            raise Failure(
-                f"{endpoint.address} is answered by a process outside this unit; `rigctl free` names who holds it"
-            )
+        if shared := shared_port(self._specification):
+            raise Failure(shared)
 
     def _load_text(self, begun: float) -> str:
         self._patience.heard(self._log.news)
@@ -230,11 +232,7 @@ class Supervisor:
         self._facts |= {"accepted_at": int(time.time()), "accepted_monotonic": now, "proved": proved}
         self._facts["probe_seconds"] = round(now - begun, 2)
         write_json(specification.runtime / "started.json", self._facts, durable=False)
-        write_json(
-            specification.state / "accepted.json",
-            {"at": int(time.time()), "digest": specification.digest},
-            durable=False,
-        )
+        ended.note(specification.state / "accepted.json", {"at": int(time.time()), "digest": specification.digest})
         (specification.runtime / "engine.yaml").unlink(missing_ok=True)
         counted = proved.get("speculation", {})
         drafts = f", {counted['accepted']}/{counted['drafted']} drafted tokens accepted" if "drafted" in counted else ""
@@ -250,8 +248,8 @@ class Supervisor:
                 self._say(self._said[1])
                 self._pause(min(left, SAY_SECONDS))
             self._meanwhile(watch.round, lambda: self._said[1], 0.2)
+            ended.note(self._specification.runtime / "watch.json", watch.report())
             with suppress(OSError):  # a full /run is no reason to stop serving
-                write_json(self._specification.runtime / "watch.json", watch.report(), durable=False)
                 publish(self._specification, watch)
             if verdict := watch.verdict():
                 self._frozen = True
@@ -285,7 +283,11 @@ class Supervisor:
         """Wait; raises Stop when systemd stops the unit, Failure when the engine has ended."""
         received = signal.sigtimedwait(SIGNALS, seconds)
         if received is not None and received.si_signo != signal.SIGCHLD:
-            raise Stop
+            if received.si_pid == os.getppid():  # systemd: a stop, or `systemctl kill`
+                raise Stop
+            name, unit = signal.Signals(received.si_signo).name, self._specification.unit
+            by = f"process {received.si_pid} ({ended.command(received.si_pid)})" if received.si_pid else "the kernel"
+            raise Failure(f"{by} sent {name} to the supervisor; to stop it, use `systemctl stop {unit}`", again=True)
         if self._process is not None and (status := self._process.poll()) is not None:
             self._log.catch_up()
             during = "" if self._accepted else f" while {self._log.phase}"

@@ -13,13 +13,26 @@ from typing import Any
 import requests
 
 from rigctl.supervisor.acceptance_rates import definition
+from rigctl.supervisor.activity import members
 from rigctl.supervisor.engine_client import Engine, Metrics, Speculation
+from rigctl.supervisor.listening import strangers
 from rigctl.supervisor.measurement_pause import is_measured
 from rigctl.supervisor.readiness import degenerate, reason, reasoning_of
+from rigctl.supervisor.specification import Specification
 
 QUESTION = [{"role": "user", "content": "Say: ready."}]
 TOKENS = 16
 NOTHING = Speculation(0, 0, 0)
+
+
+def shared_port(specification: Specification) -> str | None:
+    """Why not every answer at the engine's address is its own; None while it alone listens there."""
+    endpoint = specification.endpoint
+    found = strangers(endpoint.host, endpoint.port, members)
+    if not found:
+        return None
+    who = " and ".join(found)
+    return f"{endpoint.address} is also answered by {who} outside this unit; `rigctl free` names who holds it"
 
 
 class Watch:
@@ -51,6 +64,7 @@ class Watch:
                     problem = None
             self._pulse = after.pulse
             self._count(before, after)
+        problem = shared_port(self._engine.specification) or problem
         self.errors = [*self.errors, problem] if problem else []
 
     def _ask(self) -> str | None:
