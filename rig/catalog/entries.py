@@ -36,7 +36,7 @@ from rigctl.contract.environment_build import Index
 from rigctl.contract.fields import Address, Distribution, Dotted, HostPath, Sha256, Text, Variable, host_path
 from rigctl.contract.kernel_job import KernelLibrary
 from rigctl.contract.manifest import Manifest
-from rigctl.contract.order import Part, keys, words
+from rigctl.contract.order import Part, keys, nearest, words
 from rigctl.contract.order import place as place_of
 from rigctl.contract.served_checkpoints import Provenance, Training
 from rigctl.contract.sources import Source
@@ -62,6 +62,11 @@ OWN_KEYS = {
     "model-path": "`target`",
     "served-model-name": "`served_model_name`",
     **dict.fromkeys(("api-key", "admin-api-key", "VLLM_API_KEY"), "the host's api_key_file"),
+    "CUDA_VISIBLE_DEVICES": "`gpus`",
+    "CUDA_DEVICE_ORDER": "the unit (`gpus` counts in PCI bus order)",
+    **dict.fromkeys(("HOME", "PATH"), "the unit, for each engine's own caches and programs"),
+    **dict.fromkeys(("NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "INVOCATION_ID"), "systemd"),
+    **{f"{kind}_DIRECTORY": "systemd" for kind in ("CACHE", "CREDENTIALS", "LOGS", "RUNTIME", "STATE")},
     **dict.fromkeys(("hf-token", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"), "the host's hub_token_file"),
 }
 
@@ -183,7 +188,7 @@ class Configuration(Entry):
     trust_remote_code: bool = False
     speculation: Speculation | None = None
     flags: dict[Flag, Annotated[FlagValue, BeforeValidator(_flag_value)]] = {}
-    """Every other flag, without its dashes: true is the bare flag, false leaves it out, a mapping is JSON."""
+    """Every other flag, without its dashes: true is the bare flag, false its negative form, a mapping is JSON."""
     environment: dict[Variable, str] = {}
     accept: Accept = Accept()
 
@@ -448,8 +453,14 @@ def _cross_check(catalog: Catalog, documents: Mapping[str, Document]) -> Iterato
         yield from _check_references(configuration, catalog, finding)
         yield from _check_limits(configuration, catalog, finding)
         for part in ("flags", "environment"):
-            for key in sorted(OWN_KEYS.keys() & getattr(configuration, part)):
-                yield finding([part, key], f"is set by {OWN_KEYS[key]}, not here")
+            for key, value in getattr(configuration, part).items():
+                if key in OWN_KEYS:
+                    yield finding([part, key], f"is set by {OWN_KEYS[key]}, not here")
+                elif key.lower().endswith("port") and str(value) == str(configuration.listen.port):
+                    yield finding([part, key], f"{value} is the port of its API (`listen`): name another")
+        for key, value in configuration.flags.items():
+            if value is False and (why := refused_false(configuration.release, key)):
+                yield finding(["flags", key], why)
         yield from _check_current(name, configuration, catalog, finding)
     yield from _check_compared(catalog, documents["serving"])
     yield from _check_checkpoints(catalog, documents["checkpoints"])
@@ -553,12 +564,46 @@ def _check_limits(configuration: Configuration, catalog: Catalog, finding: Tell)
     if release is not None and release.accelerator == "cuda" and not gpus:
         yield finding(["gpus"], f"release {configuration.release} needs at least one GPU")
     speculation = configuration.speculation
-    if (
-        speculation is not None
-        and speculation.topk == 1
-        and speculation.draft_tokens not in (None, speculation.steps + 1)
-    ):
+    if speculation is None:
+        return
+    if speculation.topk == 1 and speculation.draft_tokens not in (None, speculation.steps + 1):
         yield finding(["speculation", "draft_tokens"], f"topk 1 forces steps + 1 = {speculation.steps + 1}")
+    if release is not None and release.engine == "sglang" and speculation.options:
+        yield finding(["speculation", "options"], "is for vLLM's --speculative-config; SGLang takes such as `flags`")
+    if release is not None and release.engine == "vllm" and speculation.topk != 1:
+        yield finding(["speculation", "topk"], "is SGLang's: vLLM drafts one chain")
+
+
+@cache
+def _recorded_options(release: str) -> Mapping[str, str] | None:
+    """Flag -> default (repr) of a release's own parser, as `make release-add` recorded them; None without a record."""
+    try:
+        options: dict[str, str] = json.loads((ROOT / f"files/releases/{release}.json").read_text())["options"]
+    except FileNotFoundError:
+        return None
+    return options
+
+
+def negative_form(release: str, flag: str) -> list[str]:
+    """The words that turn a flag off: the parser's --no- form, or none where off is what leaving it out means.
+
+    Of a release without a record the host asks the parser itself (`rigctl probe`), before it writes a unit.
+    """
+    options, negative = _recorded_options(release), f"--no-{flag}"
+    return [negative] if options is None or negative in options else []
+
+
+def refused_false(release: str, flag: str) -> str | None:
+    """Why `flag: false` cannot be said to a release; None where it can."""
+    options = _recorded_options(release)
+    if options is None or f"--no-{flag}" in options or options.get(f"--{flag}") == "False":
+        return None
+    if f"--{flag}" not in options:
+        return f"{release} has no flag --{flag}{nearest(flag, [name.lstrip('-') for name in options])}"
+    return (
+        f"false cannot be said to {release}: it has no --no-{flag}, and left out the flag is {options[f'--{flag}']}. "
+        "Leave the key out, or give the value or flag that turns it off"
+    )
 
 
 def _known(entries: Mapping[str, Entry]) -> str:

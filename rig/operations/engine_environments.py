@@ -79,8 +79,8 @@ def undrifted(environments: Sequence[Environment]) -> Commands:
             drifted = True
             more = f" and {len(findings) - 3} more" if len(findings) > 3 else ""
             yield from refuse(
-                f"{env.path} has drifted: {'; '.join(findings[:3])}{more}. Undo it, and prove it by `rigctl drift check "
-                f"--full --env {env.path}`; or stop what runs from there, remove the directory and deploy again"
+                f"{env.path} has drifted: {'; '.join(findings[:3])}{more}. Undo it, and prove it by `rigctl drift "
+                f"check --full --env {env.path}`; or stop what runs from there, remove the directory and deploy again"
             )
     if not drifted:
         host.noop(f"{len(environments)} environments are as they were installed")

@@ -6,11 +6,11 @@ Flag names as the engines' own parsers know them (vLLM 0.16 to 0.33, SGLang 0.5.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rig.catalog.entries import Configuration, FlagValue, Release
+from rig.catalog.entries import Configuration, FlagValue, Release, negative_form
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def command_line(
     argv = [at.python, *release.launch]
     drain = {"shutdown-timeout": drain_seconds} if release.drain == "flag" and drain_seconds is not None else {}
     for name, value in {**dialect(configuration, at), **drain, **configuration.flags}.items():
-        argv += list(_flag(name, value))
+        argv += negative_form(configuration.release, name) if value is False else [f"--{name}", *_words(value)]
     return argv
 
 
@@ -95,19 +95,13 @@ def _sglang(configuration: Configuration, at: Locations) -> dict[str, FlagValue]
 
 
 def _present(flags: Mapping[str, FlagValue | None]) -> dict[str, FlagValue]:
-    return {name: value for name, value in flags.items() if value is not None}
-
-
-def _flag(name: str, value: FlagValue) -> Iterator[str]:
-    if value is False:
-        return
-    yield f"--{name}"
-    if value is True:
-        return
-    yield from _words(value)
+    """Without what the entry leaves to the engine."""
+    return {name: value for name, value in flags.items() if value is not None and value is not False}
 
 
 def _words(value: Any) -> list[str]:
+    if value is True:
+        return []
     if isinstance(value, list):
         return [str(item) for item in value]
     if isinstance(value, Mapping):

@@ -168,6 +168,39 @@ WRONG = [
         "api-key: k",
         "{line}: serving.sglang-base.flags.api-key: is set by the host's",
     ),
+    *(
+        (
+            "serving.yaml",
+            "environment:\n",
+            f"environment:\n    {key}: '{value}'\n",
+            f"environment.{key}: {says}",
+        )
+        for key, value, says in (
+            ("HOME", "/root", "is set by the unit"),
+            ("PATH", "/bin", "is set by the unit"),
+            ("CUDA_VISIBLE_DEVICES", "0", "is set by `gpus`"),
+            ("CUDA_DEVICE_ORDER", "FASTEST_FIRST", "is set by the unit"),
+            ("NOTIFY_SOCKET", "/x", "is set by systemd"),
+            ("STATE_DIRECTORY", "/x", "is set by systemd"),
+            ("VLLM_PORT", "8000", "8000 is the port of its API"),
+            ("MASTER_PORT", "8000", "8000 is the port of its API"),
+        )
+    ),
+    ("serving.yaml", "log-level: info", "nccl-port: 8000", "flags.nccl-port: 8000 is the port of its API"),
+    ("serving.yaml", "log-level: info", "tp-size: false", "flags.tp-size: false cannot be said to sglang-0.5.9"),
+    ("serving.yaml", "log-level: info", "enable-metrix: false", 'has no flag --enable-metrix, did you mean "enable-'),
+    (
+        "serving.yaml",
+        "topk: 1, draft_tokens: 4}",
+        "topk: 1, options: {attention_backend: x}}",
+        "speculation.options: is for vLLM's",
+    ),
+    (
+        "serving.yaml",
+        "{drafter: custom-drafter, steps: 5}",
+        "{drafter: custom-drafter, steps: 5, topk: 2}",
+        "speculation.topk: is SGLang's",
+    ),
     (
         "serving.yaml",
         "vllm-eagle3-custom:\n",

@@ -70,7 +70,7 @@ def test_untouched_has_no_drift(environment: Environment) -> None:
 
 
 def test_quick_check_needs_a_stamp(environment: Environment) -> None:
-    with pytest.raises(RigctlError, match="no stamp; prove the environment"):
+    with pytest.raises(RigctlError, match="no stamp; `rigctl drift check --full`"):
         environment.found(full=False)
     environment.expected.stamp.write_text("{")
     with pytest.raises(RigctlError, match="damaged stamp"):
@@ -183,7 +183,7 @@ def test_a_wheel_with_a_wrong_record(environment: Environment, monkeypatch: pyte
 def test_command_line(environment: Environment, capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--env", str(environment.env)]
     assert cli.main(["drift", "check", *where]) == 1
-    assert "`rigctl drift check --full` proves the environment and writes it" in capsys.readouterr().err
+    assert "`rigctl drift check --full` proves the environment and writes it anew" in capsys.readouterr().err
     assert cli.main(["drift", "check", "--full", *where]) == 0
     assert cli.main(["drift", "check", *where]) == 0
     (environment.site / "sitecustomize.py").write_text("")

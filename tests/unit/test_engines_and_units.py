@@ -7,10 +7,12 @@ import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rig.artifacts.engine_inputs import variables
 from rig.artifacts.units import conflicts, one_line, run_specification, systemd_assignment, systemd_quote, unit_file
-from rig.catalog.entries import load_catalog
+from rig.catalog.entries import ROOT, load_catalog, negative_form, refused_false
 from rig.catalog.yaml_source import CatalogError
 from rig.host.settings import HostSettings
 from rig.plan.command_lines import Locations, command_line
@@ -64,6 +66,33 @@ def test_sglang_runs_as_in_february() -> None:
         "enable-metrics": "",
     }
     assert expected.items() <= found.items()
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "words"),
+    [
+        ("vllm-base", "enable-prefix-caching", ["--no-enable-prefix-caching"]),
+        ("vllm-base", "trust-remote-code", ["--no-trust-remote-code"]),
+        ("sglang-base", "enable-metrics", []),  # off is its default, and it has no other word for it
+    ],
+)
+def test_false_is_the_engines_own_negative_form(name: str, flag: str, words: list[str]) -> None:
+    catalog = load_catalog()
+    entry = catalog.serving[name]
+    changed = entry.model_copy(update={"flags": {**entry.flags, flag: False}})
+    argv = command_line(changed, catalog.releases[entry.release], AT)
+    assert [word for word in argv if word.endswith(flag)] == words
+    unknown = changed.model_copy(update={"release": "not-recorded"})
+    assert f"--no-{flag}" in command_line(unknown, catalog.releases[entry.release], AT), "the host asks the parser"
+
+
+@given(st.sampled_from(sorted(load_catalog().releases)), st.text(max_size=30))
+def test_a_false_is_refused_or_said(release: str, flag: str) -> None:
+    options = json.loads((ROOT / f"files/releases/{release}.json").read_text())["options"]
+    for name in (flag, *(option.lstrip("-") for option in options)):
+        said = negative_form(release, name)
+        assert refused_false(release, name) or said or options[f"--{name}"] == "False"
+        assert all(word in options for word in said)
 
 
 def test_base_and_speculative_differ_in_speculation_alone() -> None:

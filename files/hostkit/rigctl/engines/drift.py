@@ -29,12 +29,13 @@ from rigctl.errors import RigctlError
 from rigctl.whole_files import write_whole
 
 STAMP = "rigctl-stamp.json"
-# What an environment was made from, kept in it: it can be proved when the host's locks and patches are of another state.
+# What an environment was made from, kept in it: it can be proved when the host's are of another state.
 LOCK = "kimi-rig.lock.txt"
 SERIES = "kimi-rig.patches"
 KERNEL_RECORD = "kimi-kernel.json"
 """In an environment: the kernel wheel that was put over the lock's (rigctl kernel)."""
 KERNELS = {"sgl-kernel", "sglang-kernel"}
+CURE = "`rigctl drift check --full` proves the environment and writes it anew"
 FLASHINFER = ("flashinfer-python", "flashinfer-cubin", "flashinfer-jit-cache")
 # Written by installers and the interpreter, not by a wheel.
 BYTECODE = re.compile(r"(^|/)__pycache__/")
@@ -272,13 +273,9 @@ def read_stamp(path: Path) -> Stamp:
     try:
         stamp: Stamp = json.loads(path.read_text())["files"]
     except FileNotFoundError:
-        raise RigctlError(
-            f"{path}: no stamp; `rigctl drift check --full` proves the environment and writes it"
-        ) from None
+        raise RigctlError(f"{path}: no stamp; {CURE}") from None
     except (ValueError, KeyError, TypeError):
-        raise RigctlError(
-            f"{path}: damaged stamp; `rigctl drift check --full` proves the environment and renews it"
-        ) from None
+        raise RigctlError(f"{path}: damaged stamp; {CURE}") from None
     return stamp
 
 
@@ -313,8 +310,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser("drift", help="has an engine's environment changed?")
     parser.add_argument("action", choices=("check",))
     parser.add_argument("--env", type=Path, required=True, help="virtual environment")
-    parser.add_argument(
-        "--full", action="store_true", help="hash every file; without drift, renew what quick checks use"
-    )
+    full = "hash every file; without drift, renew what quick checks compare with"
+    parser.add_argument("--full", action="store_true", help=full)
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=run)

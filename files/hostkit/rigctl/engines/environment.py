@@ -108,8 +108,8 @@ def _run(command: list[str], order: EnvironmentBuild, failed: str) -> None:
     if result.returncode != 0:
         print(result.stdout.decode(errors="replace"), file=sys.stderr)
         raise RigctlError(
-            f"{order.path}: {failed} (uv's words are above); nothing uses what was begun, and it is removed. Mend the "
-            "cause (network, index, disk, a wrong hash in the lock) and deploy again"
+            f"{order.path}: {failed} (uv's words are above); it was not made and nothing uses it. "
+            "Mend the cause (network, index, disk, a wrong hash in the lock) and deploy again"
         )
 
 
