@@ -115,7 +115,12 @@ def inventory_hosts(inventory: str) -> list[dict[str, Any]]:
     if not (ROOT / inventory).is_file():
         raise RunFailed(f"there is no inventory file {inventory}; inventories lie in inventory/")
     result = subprocess.run(
-        pyinfra(inventory, "debug-inventory", "--json"), capture_output=True, text=True, check=False, cwd=ROOT
+        pyinfra(inventory, "debug-inventory", "--json"),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        cwd=ROOT,
     )
     if result.returncode != 0 or not result.stdout.strip():
         said = [line for line in result.stderr.strip().splitlines() if not line.startswith("-->")]
@@ -208,7 +213,7 @@ def _run(inventory: str, arguments: Sequence[str], **more: Any) -> subprocess.Co
     known_hosts_file()
     # Descriptors of handed-on secrets are the only inheritable ones.
     return subprocess.run(
-        command, check=False, cwd=ROOT, close_fds=False, text=True, preexec_fn=end_with_parent, **more
+        command, check=False, cwd=ROOT, close_fds=False, errors="replace", preexec_fn=end_with_parent, **more
     )
 
 

@@ -67,7 +67,11 @@ def _port_free_or_ours(box: Box) -> None:
         if probe.connect_ex(("127.0.0.1", ENGINE_PORT)) != 0:
             return
     state = subprocess.run(
-        box.ssh_command("systemctl is-active 'kimi-vllm-*'"), capture_output=True, text=True, check=False
+        box.ssh_command("systemctl is-active 'kimi-vllm-*'"),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
     )
     if "active" not in state.stdout.split():
         raise DemoFailed(f"port {ENGINE_PORT} on 127.0.0.1 is taken by something else; end it and run the demo again")
@@ -80,7 +84,7 @@ def _must(run: Callable[[], int]) -> None:
 
 def _ask(box: Box) -> dict[str, Any]:
     command = f"rigctl chat --json --configuration {CONFIGURATION} '{PROMPT}'"
-    result = subprocess.run(box.ssh_command(command), stdout=subprocess.PIPE, text=True, check=False)
+    result = subprocess.run(box.ssh_command(command), stdout=subprocess.PIPE, errors="replace", check=False)
     if result.returncode != 0:
         raise DemoFailed
     answer: dict[str, Any] = json.loads(result.stdout)

@@ -33,7 +33,7 @@ def live_pages(inventory: str, limits: Sequence[str]) -> list[dict[str, Any]]:
     with tempfile.NamedTemporaryFile("r", prefix="kimi-rig-pages-") as pages:
         command = pyinfra(*limit_options(limits), inventory, "tasks/explain.py", "--dry")
         environment = {**os.environ, PAGES: pages.name}
-        result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+        result = subprocess.run(command, capture_output=True, errors="replace", check=False, cwd=ROOT, env=environment)
         found = [json.loads(line) for line in pages]
     if missing := sorted(set(hosts) - {page["host"] for page in found}):
         raise RunFailed(f"no page for {', '.join(missing)}:\n{result.stderr.strip()}")

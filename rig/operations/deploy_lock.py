@@ -66,7 +66,7 @@ def _acquire() -> str:
         _held.append(channel)
         return str(channel[1].readline()).strip()
     if isinstance(connector, LocalConnector):
-        process = Popen(["sh", "-c", command.get_raw_value()], stdin=PIPE, stdout=PIPE, text=True)
+        process = Popen(["sh", "-c", command.get_raw_value()], stdin=PIPE, stdout=PIPE, errors="replace")
         _held.append(process)
         return (process.stdout.readline() if process.stdout else "").strip()
     return "held"  # connectors without a machine behind them (@fake) have nothing to lock

@@ -56,7 +56,7 @@ def product_version() -> str:
     """The commit this repository stands at, "-dirty" with local changes, or "unknown" outside or without git."""
     describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        result = subprocess.run(describe, capture_output=True, text=True, check=False)
+        result = subprocess.run(describe, capture_output=True, errors="replace", check=False)
     except OSError:
         return "unknown"
     return result.stdout.strip() if result.returncode == 0 else "unknown"

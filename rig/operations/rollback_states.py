@@ -130,7 +130,7 @@ def pruned(ml_env: str, current: Sequence[str]) -> Commands:
     yield script(shlex.join(command))
 
 
-def states_of(listed: Sequence[str]) -> list[str]:
+def states_of(listed: list[str]) -> list[str]:
     """The states among the lines that `LISTED` prints, newest first."""
     return [name.removesuffix(".json") for name in listed if name.endswith(".json")]
 

@@ -211,7 +211,7 @@ def status(box: Box) -> int:
 
 def size_of(box: Box) -> str:
     command = ["du", "-shx", str(box.directory)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, errors="replace", check=False)
     return f"{done.stdout.split()[0]}B" if done.stdout else "?"
 
 

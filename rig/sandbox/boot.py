@@ -225,12 +225,12 @@ def _start_unit(box: Box, command: list[str], extra: dict[str, str]) -> int:
     options = [f"--property={key}={value}" for key, value in properties.items()]
     options += [f"--setenv={key}={value}" for key, value in extra.items()]
     run = ["systemd-run", "--quiet", "--collect", f"--unit={unit}", *options, "--", nspawn_path, *command[1:]]
-    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    done = subprocess.run(run, capture_output=True, errors="replace", check=False)
     if done.returncode != 0:
         trouble = (done.stderr.strip() or "no message").splitlines()[-1]
         raise SandboxError(f"systemd-run could not start {unit}: {trouble} (console: {box.console})")
     show = ["systemctl", "show", "--property=MainPID", "--value", unit]
-    return int(subprocess.run(show, capture_output=True, text=True, check=True).stdout.strip() or 0)
+    return int(subprocess.run(show, capture_output=True, errors="replace", check=True).stdout.strip() or 0)
 
 
 def answers(state: State, timeout: float = 0.5) -> bool:

@@ -128,6 +128,7 @@ def build_root(box: Box, machine: Machine, state: State, lock: int) -> None:
             stdout=output,
             stderr=output,
             text=True,
+            errors="replace",
             pass_fds=(lock,),
             check=False,
         )

@@ -94,7 +94,9 @@ def program(attempt: str) -> list[str]:
 
 def run(command: list[str]) -> tuple[int, str]:
     """Exit status (128 + n, or -n, for signal n) and last line on standard error."""
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=20)
+    done = subprocess.run(
+        command, capture_output=True, errors="replace", stdin=subprocess.DEVNULL, check=False, timeout=20
+    )
     lines = done.stderr.strip().splitlines()
     return done.returncode, lines[-1] if lines else ""
 

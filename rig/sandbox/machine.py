@@ -221,7 +221,7 @@ def _uv_settings(environ: Mapping[str, str]) -> str:
 
 def _apt_settings() -> list[str]:
     try:
-        dump = subprocess.run(["apt-config", "dump"], capture_output=True, text=True, check=True).stdout
+        dump = subprocess.run(["apt-config", "dump"], capture_output=True, errors="replace", check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return []
     return [line for line in dump.splitlines() if APT_KEYS.match(line) and not line.endswith('"";')]

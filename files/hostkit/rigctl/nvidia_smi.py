@@ -9,7 +9,7 @@ def nvidia_smi(query: str) -> list[list[str]]:
     """Rows of an nvidia-smi query; none where there is no nvidia-smi or it fails."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+        done = subprocess.run(command, capture_output=True, errors="replace", check=False, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]

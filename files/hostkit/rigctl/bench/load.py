@@ -189,6 +189,7 @@ class Generator:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
+                errors="replace",
                 check=False,
             )
         try:

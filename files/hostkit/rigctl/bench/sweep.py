@@ -192,7 +192,9 @@ def _start(specification: Specification) -> bool:
     if _active(specification.unit):
         return False
     subprocess.run(["systemctl", "reset-failed", specification.unit], check=False, stderr=subprocess.DEVNULL)
-    result = subprocess.run(["systemctl", "start", specification.unit], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        ["systemctl", "start", specification.unit], capture_output=True, errors="replace", check=False
+    )
     if result.returncode != 0 or not _active(specification.unit):
         raise NotAccepted(f"it was not accepted: {_cause(specification)}")
     return True
@@ -204,7 +206,7 @@ def _active(unit: str) -> bool:
 
 def _property(unit: str, name: str) -> str:
     command = ["systemctl", "show", "--value", f"--property={name}", unit]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(command, capture_output=True, errors="replace", check=False).stdout.strip()
 
 
 def _cause(specification: Specification) -> str:
@@ -217,6 +219,7 @@ def _cause(specification: Specification) -> str:
         ["journalctl", "-q", "-o", "cat", "--lines=60", f"_SYSTEMD_UNIT={unit}"],
         capture_output=True,
         text=True,
+        errors="replace",
         check=False,
     ).stdout.splitlines()
     state = f"{_property(unit, 'ActiveState')} ({_property(unit, 'Result')})"

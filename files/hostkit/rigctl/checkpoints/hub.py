@@ -251,6 +251,7 @@ def run_watched(  # noqa: PLR0913 what a watched child needs
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         env=environment,
         start_new_session=True,
     )

@@ -43,6 +43,7 @@ def ask(
                 env=_environment(scratch),
                 cwd=scratch,
                 text=True,
+                errors="replace",
                 capture_output=True,
                 timeout=TIMEOUT_S,
                 check=False,

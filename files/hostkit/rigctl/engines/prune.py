@@ -104,7 +104,7 @@ def _sweep_cache(cache: Path) -> None:
     Its own `uv cache prune` keeps every wheel that it could use again, 10 GB an engine.
     """
     building = ["systemctl", "list-units", "--no-legend", "--plain", "--state=active", "kimi-job-env-*"]
-    if subprocess.run(building, check=False, capture_output=True, text=True).stdout.strip():
+    if subprocess.run(building, check=False, capture_output=True, errors="replace").stdout.strip():
         return  # a wheel that is about to be linked looks the same
     for wheel in cache.glob("archive-v*/*"):
         if not any(path.stat().st_nlink > 1 for path in wheel.rglob("*") if path.is_file() and not path.is_symlink()):

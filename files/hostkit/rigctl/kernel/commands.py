@@ -185,7 +185,7 @@ def serving_units() -> list[str]:
     """Units of ours that serve now; none where systemd is not."""
     command = ["systemctl", "list-units", "--plain", "--no-legend", "--state=active,activating", "kimi-*.service"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, errors="replace", check=False)
     except FileNotFoundError:
         return []
     units = [line.split()[0] for line in done.stdout.splitlines() if line.split()]

@@ -53,7 +53,7 @@ def wanted(capabilities: Sequence[str]) -> list[str]:
 
 def of_library(library: Path, cuobjdump: Path) -> dict[str, int]:
     """Architecture -> ELF images in one library; empty for one without device code."""
-    done = subprocess.run([cuobjdump, "--list-elf", library], capture_output=True, text=True, check=False)
+    done = subprocess.run([cuobjdump, "--list-elf", library], capture_output=True, errors="replace", check=False)
     if done.returncode != 0 and "does not contain device code" not in done.stdout + done.stderr:
         raise RigctlError(f"cuobjdump cannot read {library}: {(done.stderr or done.stdout).strip()}")
     return dict(sorted(Counter(ELF.findall(done.stdout)).items()))

@@ -148,6 +148,7 @@ def try_import(job: KernelJob, wheel: Path) -> None:
             cwd=folder,
             capture_output=True,
             text=True,
+            errors="replace",
             check=False,
         )
     if done.returncode != 0:
@@ -157,13 +158,13 @@ def try_import(job: KernelJob, wheel: Path) -> None:
 
 def has_driver() -> bool:
     """Whether the loader finds the driver's library."""
-    done = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=False)
+    done = subprocess.run(["ldconfig", "-p"], capture_output=True, errors="replace", check=False)
     return "libcuda.so.1 " in done.stdout or "libcuda.so.1" in os.environ.get("LD_PRELOAD", "")
 
 
 def driver_functions(library: Path) -> Iterator[str]:
     """Functions of the driver (cu...) that a library needs from elsewhere."""
-    done = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=False)
+    done = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, errors="replace", check=False)
     yield from re.findall(r"\bU (cu[A-Z]\w*)", done.stdout)
 
 
@@ -249,7 +250,12 @@ def _uv(job: KernelJob, action: str, *arguments: str) -> None:
         command += ["--compile-bytecode", "--no-build", "--link-mode=hardlink"]
     cache = {"UV_CACHE_DIR": str(job.root.parent / ".cache"), "UV_NO_PROGRESS": "1", "UV_PYTHON_DOWNLOADS": "never"}
     done = subprocess.run(
-        [*command, *arguments], env={**os.environ, **cache}, capture_output=True, text=True, check=False
+        [*command, *arguments],
+        env={**os.environ, **cache},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
     )
     if done.returncode != 0:
         raise RigctlError(f"{job.engine.path}: uv pip {action} {job.package} failed: {done.stderr.strip()}")

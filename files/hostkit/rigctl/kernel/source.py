@@ -186,7 +186,7 @@ def _try_git(repository: Path, *arguments: str) -> subprocess.CompletedProcess[s
     environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "GIT_CEILING_DIRECTORIES": str(repository.parent)}
     command: Sequence[str] = ["git", "-C", str(repository), *arguments]
     try:
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        return subprocess.run(command, env=environment, capture_output=True, errors="replace", check=False)
     except FileNotFoundError:
         raise RigctlError("git is not installed on this host: install it and deploy again") from None
 

@@ -93,7 +93,7 @@ def _rsync(origin: str, target: str) -> str | None:
     """None when it is done, else why not."""
     command = ["rsync", "-a", "--mkpath", "--rsh=ssh -o BatchMode=yes -o ConnectTimeout=10", origin, target]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, errors="replace", check=False)
     except FileNotFoundError:
         raise RigctlError("rsync is not installed on this host: install it and deploy again") from None
     return None if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]

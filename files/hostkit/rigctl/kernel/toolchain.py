@@ -124,7 +124,7 @@ def compile_library(source: str, path: Path, soname: str) -> None:
     """Compile C into a shared library. Raises RigctlError."""
     command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{soname}", "-o", str(path), "-x", "c", "-"]
     try:
-        done = subprocess.run(command, input=source, text=True, capture_output=True, check=False)
+        done = subprocess.run(command, input=source, errors="replace", capture_output=True, check=False)
     except FileNotFoundError:
         raise RigctlError("gcc is not installed on this host: install g++ and deploy again") from None
     if done.returncode != 0:
@@ -168,7 +168,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def nvcc_version(cuda: Path) -> str:
     """Such as "13.0.88"."""
     try:
-        done = subprocess.run([cuda / "bin" / "nvcc", "--version"], capture_output=True, text=True, check=False)
+        done = subprocess.run([cuda / "bin" / "nvcc", "--version"], capture_output=True, errors="replace", check=False)
     except OSError as error:
         raise RigctlError(f"{cuda}/bin/nvcc: {error.strerror}") from None
     found = re.search(r"\bV(\d+\.\d+\.\d+)", done.stdout)
@@ -180,7 +180,9 @@ def nvcc_version(cuda: Path) -> str:
 def gcc_version() -> str:
     """Such as "12.2.0"."""
     try:
-        done = subprocess.run(["g++", "-dumpfullversion", "-dumpversion"], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["g++", "-dumpfullversion", "-dumpversion"], capture_output=True, errors="replace", check=False
+        )
     except FileNotFoundError:
         raise RigctlError("g++ is not installed on this host: install it and deploy again") from None
     return done.stdout.strip()

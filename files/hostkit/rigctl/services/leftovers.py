@@ -114,7 +114,9 @@ def unused_segments(directory: Path = SHM, proc: Path = Path("/proc")) -> list[P
     used: set[str] = set()
     for process in proc.glob("[0-9]*"):
         with suppress(OSError):
-            used |= set(re.findall(rf"({re.escape(str(directory))}/\S+)", (process / "maps").read_text()))
+            used |= set(
+                re.findall(rf"({re.escape(str(directory))}/\S+)", (process / "maps").read_text(errors="replace"))
+            )
         for link in process.glob("fd/*"):
             with suppress(OSError):
                 used.add(str(link.readlink()))

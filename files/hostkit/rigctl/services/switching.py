@@ -45,7 +45,7 @@ def switch_to(specification: Specification) -> int:
     """Start it and follow its load. Raises RigctlError with the cause when it is not accepted."""
     FALLBACK.unlink(missing_ok=True)
     begun = time.time()
-    starting = subprocess.Popen(["systemctl", "start", specification.unit], stderr=subprocess.PIPE, text=True)
+    starting = subprocess.Popen(["systemctl", "start", specification.unit], stderr=subprocess.PIPE, errors="replace")
     shown = ""
     while starting.poll() is None:
         text = properties(specification.unit, ["StatusText"])["StatusText"]

@@ -37,7 +37,7 @@ def members() -> list[int]:
 def control_groups(pid: int) -> str | None:
     """A process's control groups (cgroups(7)); None when it is gone."""
     try:
-        return Path(f"/proc/{pid}/cgroup").read_text()
+        return Path(f"/proc/{pid}/cgroup").read_text(errors="replace")
     except OSError:
         return None
 

@@ -19,7 +19,7 @@ def strangers(host: str, port: int, members: Callable[[], Iterable[int]]) -> lis
     outside a unit, and where a member's descriptors cannot be read: then nobody is accused.
     """
     listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN)
-    found = [one for one in listening if one.laddr.port == port and _meet(host, one.laddr.ip)]
+    found = [one for one in listening if one.laddr and one.laddr.port == port and _meet(host, one.laddr.ip)]
     unit = set(members())
     # An engine that has just ended has no directory any more, and no socket.
     readable = all(os.access(f"/proc/{pid}/fd", os.R_OK) or not psutil.pid_exists(pid) for pid in unit)
