@@ -47,6 +47,63 @@ def test_a_fault_in_service_is_restarted(box: DrillBox, fault: str, who: str, nu
     assert row["started"]["proved"]["completion"]
 
 
+@pytest.mark.parametrize("number", ["TERM", "INT", "HUP"])
+def test_only_systemd_stops_a_unit(box: DrillBox, number: str) -> None:
+    box.install(a={})
+    box.start("a")
+    begun = time.monotonic()
+    box.ssh(f"kill -{number} {box.pid('a', SUPERVISOR)}")
+    row = box.until("a", 60, state="active", restarts=1)
+    cause = row["failures"][0]
+    assert f"sent SIG{number} to the supervisor" in cause and "use `systemctl stop kimi-drill-a.service`" in cause
+    box.told(f"SIG{number} to the supervisor by hand", "active again", f"restarted after: {cause}", begun)
+    box.ssh(f"systemctl kill -s {number} kimi-drill-a")
+    assert box.until("a", state="inactive")["last_end"]["result"] == "success"
+    time.sleep(3)
+    assert box.state("a")["state"] == "inactive", "systemctl kill stays down"
+
+
+def test_a_second_listener_in_service_is_noticed(box: DrillBox) -> None:
+    """Of the same user, on the same port, behind the unit's back: it takes a part of the requests."""
+    box.install(a={})
+    box.start("a")
+    code = (
+        "import socket, time; s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1); "
+        f"s.bind(('127.0.0.1', {PORT})); s.listen(); time.sleep(600)"
+    )
+    user = box.ssh("systemctl show -P User kimi-drill-a").strip()
+    begun = time.monotonic()
+    box.ssh(f"systemd-run -q --collect -p User={user} --unit drill-stranger python3 -c {shlex.quote(code)}")
+    try:
+        row = box.until("a", 60, restarts=1)
+        assert "is also answered by process" in row["failures"][0], row
+        row = box.until("a", 60, state="failed")
+        assert "cannot be listened on" in row["status"], row
+    finally:
+        box.ssh("systemctl stop drill-stranger", check=False)
+    box.told("a second listener on the port, of the same user", "failed", row["status"], begun)
+
+
+def test_all_that_a_failed_start_displaced_comes_back(box: DrillBox) -> None:
+    """Two that run side by side, and one that takes both places and is not accepted."""
+    box.install(a={}, b={"port": PORT + 1}, c={"port": PORT + 2})
+    for name, others in (("a", "c"), ("b", "c"), ("c", "a b")):
+        unit = box.path(f"{UNITS}/kimi-drill-{name}.service")
+        conflicts = "".join(f"Conflicts=kimi-drill-{other}.service\n" for other in others.split())
+        unit.write_text(unit.read_text().replace("[Unit]\n", f"[Unit]\n{conflicts}", 1))
+    box.ssh("systemctl daemon-reload")
+    box.set_faults("c", answer="degenerate")
+    for name in ("a", "b"):
+        box.start(name)
+    begun = time.monotonic()
+    said = box.ssh("rigctl switch drill-c 2>&1", check=False)
+    assert "are started again" in said and "drill-a" in said and "drill-b" in said, said
+    for name in ("a", "b"):
+        box.until(name, 60, state="active")
+    assert sorted(box.state("c")["fallback"]["to"]) == ["drill-a", "drill-b"]
+    box.told("a start that displaced two is not accepted", "both are active again", said.splitlines()[-1], begun)
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["engine", "box"])
 def test_out_of_memory(box: DrillBox, *, whole: bool) -> None:
     box.install(a={})

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from rigctl.engines import drift
+from rigctl.engines import drift, patches
 from rigctl.engines.drift import LOCK, SERIES
 from rigctl.engines.environment import STAMP
+from rigctl.errors import RigctlError
 from tests.unit.wheelhouse import lock_text, wheel
 
 pytestmark = pytest.mark.slow  # each test makes environments
@@ -224,7 +225,7 @@ def test_killed_in_the_middle_of_the_install(host: Host) -> None:
 
 
 # The process dies right after the first of two files has been replaced, and right before the stamp is in place.
-IN_PATCHING = "from rigctl.engines import patches; patches._sync_directory = lambda path: os.kill(os.getpid(), 9)"
+IN_PATCHING = "from rigctl.engines import patches; patches._replace = lambda *_: os.kill(os.getpid(), 9)"
 BEFORE_STAMP = "from rigctl.engines import environment; environment.os.sync = lambda: os.kill(os.getpid(), 9)"
 
 
@@ -250,10 +251,8 @@ def test_a_hand_edited_engine_file_is_found_and_not_patched_over(host: Host) -> 
     quick = run([sys.executable, "-c", RIGCTL, *check])
     assert quick.returncode == 1
     assert "engine/second.py: changed since it was proved" in quick.stdout
-    apply = ["patches", "apply", "--env", str(host.environment("old")), "--series", str(host.series)]
-    refusal = run([sys.executable, "-c", RIGCTL, *apply])
-    assert refusal.returncode == 1
-    assert "nothing changed in" in refusal.stderr and "engine/second.py" in refusal.stderr
+    with pytest.raises(RigctlError, match=r"nothing changed in .*\n.*engine/second\.py"):
+        patches.apply(site, host.series)
     assert edited.read_text() != content
 
 

@@ -1,19 +1,15 @@
-"""The patch engine on a small package: states, new inodes, all or none, a kill in the middle, taking back."""
+"""The patch engine on a small package: states, new inodes, nothing on a conflict."""
 
 from __future__ import annotations
 
-import json
-import os
 import py_compile
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rigctl import cli
 from rigctl.engines import patch_series, patches
 from rigctl.errors import RigctlError
 from tests.unit.wheelhouse import install
@@ -32,17 +28,6 @@ PATCH_ONE = (
     "--- a/engine/one.py\n+++ b/engine/one.py\n@@ -1,2 +1,3 @@\n first\n+between\n second\n@@ -4 +5 @@\n-fourth\n+4th\n"
 )
 PATCH_TWO = "--- a/engine/two.py\n+++ b/engine/two.py\n@@ -2 +2 @@\n-    return 1\n+    return 2\n"
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from rigctl.engines import patches
-replace = Path.replace
-def once(self, target):
-    replace(self, target)
-    os.kill(os.getpid(), signal.SIGKILL)
-Path.replace = once
-patches.{action}(Path(sys.argv[1]), Path(sys.argv[2]))
-"""
 
 
 class Engine:
@@ -66,16 +51,13 @@ class Engine:
         report = patches.examine(self.site, self.series)
         return report.state, report.origin, [each.state for each in report.files]
 
-    def is_pristine(self) -> bool:
-        return (self.text("one.py"), self.text("two.py")) == (ONE, TWO)
-
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
     return Engine(tmp_path)
 
 
-def test_apply_again_and_take_back(engine: Engine) -> None:
+def test_apply_again(engine: Engine) -> None:
     assert engine.state() == ("applies", None, ["pristine", "pristine"])
     _, changed = patches.apply(engine.site, engine.series)
     assert changed == ["engine/one.py", "engine/two.py"]
@@ -84,9 +66,6 @@ def test_apply_again_and_take_back(engine: Engine) -> None:
     stamps = [path.stat().st_mtime_ns for path in sorted(engine.site.rglob("*.py"))]
     assert patches.apply(engine.site, engine.series)[1] == []
     assert [path.stat().st_mtime_ns for path in sorted(engine.site.rglob("*.py"))] == stamps
-    assert patches.unapply(engine.site, engine.series)[1] == changed
-    assert engine.is_pristine()
-    assert patches.unapply(engine.site, engine.series)[1] == []
 
 
 def test_hard_linked_cache_keeps_its_bytes(engine: Engine) -> None:
@@ -97,8 +76,6 @@ def test_hard_linked_cache_keeps_its_bytes(engine: Engine) -> None:
     assert cached.read_text() == ONE
     assert not cached.samefile(engine.site / "engine/one.py")
     assert (engine.site / "engine/one.py").stat().st_mode & 0o777 == 0o640
-    patches.unapply(engine.site, engine.series)
-    assert cached.read_text() == ONE
 
 
 @pytest.mark.parametrize("mode", list(py_compile.PycInvalidationMode))
@@ -115,39 +92,6 @@ def test_bytecode_is_not_stale(engine: Engine, mode: py_compile.PycInvalidationM
     assert answer() == "2"
 
 
-@pytest.mark.parametrize("action", ["apply", "unapply"])
-def test_killed_in_the_middle_is_repaired(engine: Engine, action: str) -> None:
-    if action == "unapply":
-        patches.apply(engine.site, engine.series)
-    command = [sys.executable, "-c", KILLED.format(action=action), str(engine.site), str(engine.series)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "files/hostkit")}
-    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
-    state, _, files = engine.state()
-    assert state == "applies"
-    assert sorted(files) == ["ours", "pristine"]
-    assert list(engine.site.rglob(".*.rigctl-new"))
-    repaired, changed = getattr(patches, action)(engine.site, engine.series)
-    assert len(changed) == 1
-    assert repaired.origin == ("ours" if action == "apply" else None)
-    assert not list(engine.site.rglob(".*.rigctl-new"))
-    assert engine.is_pristine() == (action == "unapply")
-
-
-def test_a_failing_rename_takes_all_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace = Path.replace
-
-    def fails_for_two(self: Path, target: Path) -> Path:
-        if target.name == "two.py":
-            raise OSError(30, "Read-only file system", str(target))
-        return replace(self, target)
-
-    monkeypatch.setattr(Path, "replace", fails_for_two)
-    with pytest.raises(RigctlError, match=r"two\.py: Read-only file system; all files are as they were"):
-        patches.apply(engine.site, engine.series)
-    assert engine.is_pristine()
-    assert not list(engine.site.rglob(".*.rigctl-new"))
-
-
 def test_an_edited_file_conflicts_and_nothing_changes(engine: Engine) -> None:
     edited = engine.site / "engine/two.py"
     edited.unlink()
@@ -160,13 +104,20 @@ def test_an_edited_file_conflicts_and_nothing_changes(engine: Engine) -> None:
         patches.apply(engine.site, engine.series)
 
 
-def test_edited_after_patching_is_not_taken_back(engine: Engine) -> None:
+def test_edited_after_patching_is_told(engine: Engine) -> None:
     patches.apply(engine.site, engine.series)
     with (engine.site / "engine/two.py").open("a") as handle:
         handle.write("# a note\n")
     with pytest.raises(RigctlError, match="it has our hunks, and other changes"):
-        patches.unapply(engine.site, engine.series)
-    assert engine.text("one.py") != ONE
+        patches.apply(engine.site, engine.series)
+
+
+def test_what_was_begun_is_finished(engine: Engine) -> None:
+    patches.apply(engine.site, engine.series)
+    (engine.site / "engine/two.py").write_text(TWO)
+    assert engine.state() == ("applies", None, ["ours", "pristine"])
+    assert patches.apply(engine.site, engine.series)[1] == ["engine/two.py"]
+    assert engine.state()[:2] == ("already there", "ours")
 
 
 def test_hunks_do_not_slide(tmp_path: Path) -> None:
@@ -221,19 +172,6 @@ def test_file_without_record_or_missing(engine: Engine) -> None:
 def test_malformed_patches_are_refused(text: str, message: str) -> None:
     with pytest.raises(RigctlError, match=message):
         patch_series.parse_patch("bad.patch", text.encode())
-
-
-def test_command_line(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    where = ["--env", str(engine.env), "--series", str(engine.series)]
-    assert cli.main(["patches", "apply", *where, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert (answer["state"], answer["changed"]) == ("already there", ["engine/one.py", "engine/two.py"])
-    (engine.site / "engine/one.py").write_text("edited\n")
-    assert cli.main(["patches", "status", *where]) == 1
-    assert "conflicts" in capsys.readouterr().out
-    assert cli.main(["patches", "unapply", *where]) == 1
-    assert "install it again" in capsys.readouterr().err
-    assert cli.main(["patches", "status", "--env", "/nonexistent", "--series", str(engine.series)]) == 1
 
 
 SHIPPED = sorted(path for path in (ROOT / "files/patches").glob("*/*") if path.is_dir())

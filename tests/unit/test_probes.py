@@ -78,7 +78,7 @@ def test_command_lines(env: Path) -> None:
         start,
         ["/env/bin/python", "-c", "pass"],
     ]
-    answer = probes.ask(env, "sglang", commands, features=False, options=True)
+    answer = probes.ask(env, "sglang", commands, options=True)
     good, ambiguous, incomplete, other = answer["commands"]
     assert good == {"argv": commands[0], "ok": True, "detail": ""}
     assert ambiguous["detail"] == "ambiguous option: --bs could match --bs-decode, --bs-prefill"
@@ -93,7 +93,7 @@ def test_an_engine_that_does_not_import_is_an_error(env: Path) -> None:
 
 
 def test_command_line_refuses(env: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    probe = ["probe", "--env", str(env), "--engine", "sglang", "--no-features"]
+    probe = ["probe", "--env", str(env), "--engine", "sglang"]
     refused = json.dumps(["/env/bin/sglang", "serve", "--model-pth"])
     assert cli.main([*probe, "--argv", refused]) == 1
     assert "sglang 0.0 refuses /env/bin/sglang serve --model-pth" in capsys.readouterr().err
@@ -101,7 +101,10 @@ def test_command_line_refuses(env: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "sglang 0.0 lacks reasoning_parser: KeyError" in capsys.readouterr().err
     assert cli.main([*probe, "--require", "telepathy"]) == 1
     assert "no feature 'telepathy'; there are" in capsys.readouterr().err
-    assert cli.main([*probe, "--argv", "not json"]) == 1
+    for argv in ("not json", "{}", "[1]"):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main([*probe, "--argv", argv])
+    assert "argument --argv: invalid json_strings value" in capsys.readouterr().err
     assert cli.main([*probe, "--variable", "SGLANG_READ_HERE", "--variable", "SGLANG_READ", "--variable", "A"]) == 0
     assert json.loads(capsys.readouterr().out)["unread_variables"] == ["SGLANG_READ"]
 

@@ -12,7 +12,7 @@ import pytest
 from rigctl.services import leftovers
 from rigctl.supervisor.engine_client import Speculation, read_metrics
 from rigctl.supervisor.engine_log import EngineLog, RunFile
-from rigctl.supervisor.load_phases import Phases
+from rigctl.supervisor.load_phases import phase_of
 from tests.gpu import run
 from tests.support.plans import catalog
 
@@ -25,7 +25,7 @@ HARMLESS = catalog().releases["sglang-0.5.16"].harmless_log
 def read_log(name: str, directory: Path) -> EngineLog:
     """A log as the supervisor has it once the engine has ended."""
     with (directory / "journal").open("wb") as journal:
-        log = EngineLog(Phases("sglang"), HARMLESS, None, RunFile(directory, 2, 1), journal)
+        log = EngineLog("sglang", HARMLESS, None, RunFile(directory, 2, 1), journal)
         reader, writer = os.pipe()
         log.follow(reader)
         with os.fdopen(writer, "wb") as engine:
@@ -36,9 +36,8 @@ def read_log(name: str, directory: Path) -> EngineLog:
 
 
 def test_the_phases_of_a_load_are_told_in_order() -> None:
-    phases = Phases("sglang")
     lines = (RECORDED / "0.5.16-worker-killed.log").read_text().splitlines()
-    told = [phase.rstrip("0123456789/ ") for line in lines if (phase := phases.of(line))]
+    told = [phase.rstrip("0123456789/ ") for line in lines if (phase := phase_of("sglang", line))]
     assert [phase for phase, _ in itertools.groupby(told)] == [
         *("loading weights", "weights loaded, preparing the model") * 2,  # target and drafter
         "key-value cache allocated",

@@ -14,9 +14,9 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
+from rig.bench.acceptance_units import Drafting, own_rate_definition
 from rigctl.contract.limits import Limits
 from rigctl.supervisor import watchdog
-from rigctl.supervisor.acceptance_rates import acceptance_length
 from rigctl.supervisor.activity import Activity, Patience, measure
 from rigctl.supervisor.engine_client import Engine, Metrics, Speculation, read_metrics
 from rigctl.supervisor.measurement_pause import is_measured, mark, undisturbed
@@ -236,7 +236,9 @@ def test_the_floor_is_the_break_even_length_where_it_is_known() -> None:
 def test_both_definitions_of_the_engines_rates(fixture: str, engine: str, counts_bonus: bool, length: float) -> None:
     found = read_metrics(engine, (FIXTURES / "metrics" / fixture).read_text(), 4)
     if found.own_rate is not None:
-        assert acceptance_length(found.own_rate, 4, counts_bonus=counts_bonus) == pytest.approx(length)
+        version = "0.5.9" if counts_bonus else "0.5.23"
+        definition = own_rate_definition(engine, version)
+        assert definition.to_length(found.own_rate, Drafting(steps=3, draft_tokens=4)) == pytest.approx(length)
         assert found.own_rate == (0.25 if counts_bonus else 0.0)
     if found.speculation is not None:
         assert found.speculation.acceptance_length == pytest.approx(length)
@@ -245,6 +247,7 @@ def test_both_definitions_of_the_engines_rates(fixture: str, engine: str, counts
 
 
 def test_february_in_acceptance_lengths() -> None:
-    assert acceptance_length(0.42, 4, counts_bonus=True) == pytest.approx(1.68)
-    assert acceptance_length(0.42, 4, counts_bonus=False) == pytest.approx(2.26)
-    assert acceptance_length(0.15, 6, counts_bonus=False) == pytest.approx(1.75)
+    four = Drafting(steps=3, draft_tokens=4)
+    assert own_rate_definition("sglang", "0.5.9").to_length(0.42, four) == pytest.approx(1.68)
+    assert own_rate_definition("sglang", "0.5.11").to_length(0.42, four) == pytest.approx(2.26)
+    assert own_rate_definition("vllm", "0.16.0").to_length(0.15, Drafting(steps=5)) == pytest.approx(1.75)

@@ -19,7 +19,6 @@ MODULES: dict[str, str] = {
     "environment": "rigctl.engines.environment",
     "free": "rigctl.services.leftovers",
     "kernel": "rigctl.kernel",
-    "patches": "rigctl.engines.patches",
     "probe": "rigctl.engines.probes",
     "prune": "rigctl.engines.prune",
     "serve": "rigctl.supervisor.serve",

@@ -112,9 +112,9 @@ def recorded_digests(installed: Iterable[Distribution]) -> Digests:
     corrected = record_errors()
     digests: Digests = defaultdict(dict)
     for each in installed:
-        for entry in each.record():
-            really = corrected.get((each.name, each.version, entry.path), entry.sha256)
-            digests[entry.path][each.name] = None if BYTECODE.search(entry.path) else really
+        for path, digest in each.record():
+            really = corrected.get((each.name, each.version, path), digest)
+            digests[path][each.name] = None if BYTECODE.search(path) else really
     return digests
 
 
@@ -286,6 +286,13 @@ def record(expected: Expected) -> list[Finding]:
     if all(each.severity == "note" for each in findings):
         write_whole(expected.stamp, json.dumps({"files": before}))
     return findings
+
+
+def prove(expected: Expected) -> None:
+    """Prove the environment fully and write the stamp. Raises RigctlError that names what is not as it should be."""
+    if findings := [each for each in record(expected) if each.severity == "drift"]:
+        named = "; ".join(f"{each.where}: {each.what}" for each in findings[:5])
+        raise RigctlError(f"{expected.site}: {len(findings)} files or packages are not what was locked: {named}")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -16,15 +16,6 @@ from rigctl.errors import RigctlError
 
 
 @dataclass(frozen=True)
-class RecordEntry:
-    """One line of a RECORD: path below site-packages (may start with ../), SHA-256 in hex, size in bytes."""
-
-    path: str
-    sha256: str | None
-    size: int | None
-
-
-@dataclass(frozen=True)
 class Distribution:
     """One installed distribution; `name` is normalised (PEP 503)."""
 
@@ -32,28 +23,22 @@ class Distribution:
     version: str
     dist_info: Path
 
-    def record(self) -> Iterator[RecordEntry]:
-        """Entries of its RECORD; `RigctlError` if there is none (half removed, or not from a wheel)."""
+    def record(self) -> Iterator[tuple[str, str | None]]:
+        """Of each file by its RECORD: path below site-packages (may start with ../), and SHA-256 in hex if it has one.
+
+        Raises RigctlError if there is none: half removed, or not from a wheel.
+        """
         try:
             text = (self.dist_info / "RECORD").read_text()
         except FileNotFoundError:
             raise RigctlError(
                 f"{self.dist_info}: no RECORD, so its files cannot be proved; install {self.name} again"
             ) from None
-        for row in csv.reader(text.splitlines()):
-            if row:
-                yield _entry(row, self.dist_info)
-
-
-def _entry(row: list[str], dist_info: Path) -> RecordEntry:
-    path, hashed, size = (*row, "", "")[:3]
-    if not hashed:
-        return RecordEntry(path, None, None)
-    algorithm, _, digest = hashed.partition("=")
-    if algorithm != "sha256":
-        raise RigctlError(f"{dist_info}/RECORD: {path}: {algorithm} instead of sha256")
-    raw = base64.urlsafe_b64decode(digest + "=" * (-len(digest) % 4))
-    return RecordEntry(path, raw.hex(), int(size) if size else None)
+        for path, hashed, *_ in filter(None, csv.reader(text.splitlines())):
+            algorithm, _, digest = hashed.partition("=")
+            if hashed and algorithm != "sha256":
+                raise RigctlError(f"{self.dist_info}/RECORD: {path}: {algorithm} instead of sha256")
+            yield path, base64.urlsafe_b64decode(digest + "=" * (-len(digest) % 4)).hex() or None
 
 
 def normalised(name: str) -> str:
@@ -67,7 +52,7 @@ def site_packages(environment: Path) -> Path:
     if len(found) != 1:
         raise RigctlError(
             f"{environment}: {len(found)} directories lib/python3.*/site-packages, expected one; "
-            "name a virtual environment, or its site-packages with --path"
+            "name a virtual environment"
         )
     return found[0]
 
@@ -91,13 +76,12 @@ def distributions(site: Path) -> list[Distribution]:
     return sorted(found, key=lambda each: (each.name, each.version))
 
 
-def recorded(site: Path, paths: set[str]) -> dict[str, tuple[Distribution, RecordEntry]]:
-    """What RECORD files say of some paths; of two owners the later one by name."""
-    owners: dict[str, tuple[Distribution, RecordEntry]] = {}
+def recorded(site: Path, paths: set[str]) -> dict[str, str | None]:
+    """SHA-256 of some paths as RECORD files say; of two owners the later one by name."""
+    digests: dict[str, str | None] = {}
     for distribution in distributions(site):
         record = distribution.dist_info / "RECORD"
         # Most RECORDs name none of the paths: parsing them all would take a second.
-        if not record.exists() or not any(path in record.read_text() for path in paths):
-            continue
-        owners |= {entry.path: (distribution, entry) for entry in distribution.record() if entry.path in paths}
-    return owners
+        if record.exists() and any(path in record.read_text() for path in paths):
+            digests |= {path: digest for path, digest in distribution.record() if path in paths}
+    return digests

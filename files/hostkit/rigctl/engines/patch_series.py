@@ -95,37 +95,30 @@ def _header(name: str, text: str) -> dict[str, str]:
 
 
 def _file_patch(name: str, part: bytes) -> FilePatch:
-    lines = part.splitlines(keepends=True)
-    old, new = lines[0].split()[0], lines[1].split()[1] if len(lines) > 1 else b""
-    if old.partition(b"/")[2] != new.partition(b"/")[2] or b"/dev/null" in (old, new):
-        raise RigctlError(f"{name}: {old.decode()} -> {new.decode()}: only changes to a file under its own name")
-    path = PurePosixPath(new.decode().partition("/")[2])
+    first, second, body = (*part.split(b"\n", maxsplit=2), b"", b"")[:3]
+    old, new = (line.removeprefix(b"+++ ").split()[:1] or [b""] for line in (first, second))
+    if old[0].partition(b"/")[2] != new[0].partition(b"/")[2] or b"/dev/null" in (old[0], new[0]):
+        raise RigctlError(f"{name}: {_shown(first)} -> {_shown(second)}: only changes to a file under its own name")
+    path = PurePosixPath(new[0].decode(errors="replace").partition("/")[2])
     if path.is_absolute() or ".." in path.parts or not path.parts:
         raise RigctlError(f"{name}: {path}: outside site-packages")
-    return FilePatch(str(path), tuple(_hunks(name, lines[2:])))
+    return FilePatch(str(path), tuple(_hunks(name, body)))
 
 
-def _hunks(name: str, lines: Sequence[bytes]) -> Iterator[Hunk]:
-    position = 0
-    while position < len(lines):
-        match = HUNK.match(lines[position])
+def _hunks(name: str, body: bytes) -> Iterator[Hunk]:
+    before, *parts = re.split(rb"^(?=@@ )", body, flags=re.MULTILINE)
+    if before:
+        raise RigctlError(f"{name}: expected a hunk, found {_shown(before)}")
+    for head, *lines in (part.splitlines(keepends=True) for part in parts):
+        match = HUNK.match(head)
         if not match:
-            raise RigctlError(f"{name}: expected a hunk, found {lines[position]!r}")
+            raise RigctlError(f"{name}: expected a hunk, found {_shown(head)}")
+        if stray := [line for line in lines if line[:1] not in (b" ", b"-", b"+")]:
+            raise RigctlError(f"{name}: {_shown(match[0])}: unexpected line {_shown(stray[0])}")
+        old, new = ([line[1:] for line in lines if line[:1] in kinds] for kinds in ((b" ", b"-"), (b" ", b"+")))
         old_start, old_count, new_start, new_count = (int(each or 1) for each in match.groups())
-        old: list[bytes] = []
-        new: list[bytes] = []
-        position += 1
-        while position < len(lines) and (len(old) < old_count or len(new) < new_count):
-            kind, line = lines[position][:1], lines[position][1:]
-            if kind not in (b" ", b"-", b"+"):
-                raise RigctlError(f"{name}: {match[0].decode()}: unexpected line {lines[position]!r}")
-            if kind != b"+":
-                old.append(line)
-            if kind != b"-":
-                new.append(line)
-            position += 1
-        if len(old) != old_count or len(new) != new_count:
-            raise RigctlError(f"{name}: {match[0].decode()}: {len(old)} old and {len(new)} new lines")
+        if (len(old), len(new)) != (old_count, new_count):
+            raise RigctlError(f"{name}: {_shown(match[0])}: {len(old)} old and {len(new)} new lines")
         yield Hunk(_side(old_start, old), _side(new_start, new))
 
 

@@ -1,19 +1,15 @@
-"""`rigctl patches`: our patch series against an installed engine: status, apply, unapply.
+"""Our patch series on an installed engine: does it fit, is it there, put it in place.
 
 A series fits only the exact bytes that the wheel's RECORD names. Files are replaced, never written to: the
-installer hard-links them with its cache and with other environments.
+installer hard-links them with its cache and with other environments. An environment is built whole or not at all
+(environment.py), so nothing here takes a half-done series back.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import errno
-import fcntl
 import hashlib
-import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -23,57 +19,30 @@ from rigctl.engines.installed import recorded, site_packages
 from rigctl.engines.patch_series import FilePatch, MismatchError, Patch, patched, read_series
 from rigctl.errors import RigctlError
 
-SCRATCH = ".{}.rigctl-new"
-
 State = Literal["applies", "already there", "conflicts"]
 FileState = Literal["pristine", "ours", "conflicts", "missing"]
 
 
 @dataclass(frozen=True)
 class FileReport:
-    """One file: state, SHA-256 on disk and by RECORD, who owns it, why it conflicts, bytes it should get."""
+    """One file: state, SHA-256 on disk and by RECORD, why it conflicts, the bytes it should get."""
 
     path: str
     state: FileState
     digest: str | None
     pristine_digest: str | None
-    owner: str | None
     reason: str | None = None
     patched: bytes | None = field(default=None, repr=False)
-    pristine: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
 class Report:
     """State of a whole series. `origin`: whose the feature is when already there ("ours" or "native")."""
 
-    site: Path
-    series: Path
     state: State
     origin: str | None
     files: tuple[FileReport, ...]
     reason: str | None = None
-
-    def as_json(self) -> dict[str, object]:
-        files = [
-            {
-                "path": each.path,
-                "state": each.state,
-                "sha256": each.digest,
-                "pristine_sha256": each.pristine_digest,
-                "owner": each.owner,
-                "reason": each.reason,
-            }
-            for each in self.files
-        ]
-        return {
-            "site_packages": str(self.site),
-            "series": str(self.series),
-            "state": self.state,
-            "origin": self.origin,
-            "reason": self.reason,
-            "files": files,
-        }
 
     def conflict(self) -> str:
         """What is wrong, for a person."""
@@ -94,42 +63,34 @@ def examine(site: Path, series: Path) -> Report:
     for patch in patches:
         for part in patch.files:
             parts.setdefault(part.path, []).append(part)
-    owners = recorded(site, set(parts))
-    files = []
-    for path, of_file in parts.items():
-        owner, entry = owners.get(path, (None, None))
-        label = f"{owner.name} {owner.version}" if owner else None
-        files.append(_examine_file(site, path, of_file, entry.sha256 if entry else None, label))
+    digests = recorded(site, set(parts))
+    files = tuple(_examine_file(site, path, of_file, digests.get(path)) for path, of_file in parts.items())
     state, origin, reason = _verdict(site, patches, files)
-    return Report(site, series, state, origin, tuple(files), reason)
+    return Report(state, origin, files, reason)
 
 
-def _examine_file(
-    site: Path, path: str, parts: Sequence[FilePatch], pristine_digest: str | None, owner: str | None
-) -> FileReport:
+def _examine_file(site: Path, path: str, parts: Sequence[FilePatch], pristine: str | None) -> FileReport:
     try:
         content = (site / path).read_bytes()
     except FileNotFoundError:
-        return FileReport(path, "missing", None, pristine_digest, owner, "not installed")
+        return FileReport(path, "missing", None, pristine, "not installed")
     digest = hashlib.sha256(content).hexdigest()
-    if pristine_digest is None:
-        reason = "no RECORD names it, so its pristine state is not known"
-        return FileReport(path, "conflicts", digest, None, owner, reason)
+    if pristine is None:
+        return FileReport(path, "conflicts", digest, None, "no RECORD names it, so its pristine state is not known")
     try:
         wanted = _fold(content, parts)
         reason = "was edited: it is not the wheel's file, though the hunks fit"
     except MismatchError as mismatch:
         wanted, reason = None, str(mismatch)
-    if digest == pristine_digest:
+    if digest == pristine:
         if wanted is None:
-            return FileReport(path, "conflicts", digest, pristine_digest, owner, reason, pristine=content)
-        return FileReport(path, "pristine", digest, pristine_digest, owner, None, wanted, content)
+            return FileReport(path, "conflicts", digest, pristine, reason)
+        return FileReport(path, "pristine", digest, pristine, patched=wanted)
     with contextlib.suppress(MismatchError):
-        original = _fold(content, parts, reverse=True)
-        if hashlib.sha256(original).hexdigest() == pristine_digest:
-            return FileReport(path, "ours", digest, pristine_digest, owner, None, content, original)
+        if hashlib.sha256(_fold(content, parts, reverse=True)).hexdigest() == pristine:
+            return FileReport(path, "ours", digest, pristine)
         reason = "was edited: it has our hunks, and other changes"
-    return FileReport(path, "conflicts", digest, pristine_digest, owner, f"not the wheel's file; {reason}")
+    return FileReport(path, "conflicts", digest, pristine, f"not the wheel's file; {reason}")
 
 
 def _verdict(site: Path, patches: Sequence[Patch], files: Sequence[FileReport]) -> tuple[State, str | None, str | None]:
@@ -150,117 +111,29 @@ def _verdict(site: Path, patches: Sequence[Patch], files: Sequence[FileReport]) 
 
 
 def apply(site: Path, series: Path) -> tuple[Report, list[str]]:
-    """Put the series in place; returns the state after it and the files changed (none if it was there).
+    """Put the series in place; returns the state before it and the files changed (none if it was there).
 
-    `RigctlError` and nothing changed on a conflict. Completes what a killed run left half done.
+    Raises RigctlError, with nothing changed, on a conflict.
     """
-    with _exclusive(site):
-        report = examine(site, series)
-        if report.state == "conflicts":
-            raise RigctlError(f"{series}: nothing changed in {site}:\n  {report.conflict()}")
-        _sweep(site, report.files)
-        if report.state == "already there":
-            return report, []
-        changes = {each.path: each.patched for each in report.files if each.state == "pristine"}
-        _replace_all(site, changes, {each.path: each.pristine for each in report.files})
-        return _proved(site, series, "ours", changes)
+    report = examine(site, series)
+    if report.state == "conflicts":
+        raise RigctlError(f"{series}: nothing changed in {site}:\n  {report.conflict()}")
+    changes = {
+        each.path: each.patched for each in report.files if report.state == "applies" and each.patched is not None
+    }
+    for path, content in changes.items():
+        _replace(site / path, content)
+    return report, sorted(changes)
 
 
-def unapply(site: Path, series: Path) -> tuple[Report, list[str]]:
-    """Put the wheel's bytes back (by RECORD's digest); returns the state after it and the files changed."""
-    with _exclusive(site):
-        report = examine(site, series)
-        if report.state == "conflicts":
-            raise RigctlError(
-                f"{series}: nothing changed in {site}; to get the wheel's files back, install it again:"
-                f"\n  {report.conflict()}"
-            )
-        _sweep(site, report.files)
-        changes = {each.path: each.pristine for each in report.files if each.state == "ours"}
-        if not changes:
-            return report, []
-        _replace_all(site, changes, {each.path: each.patched for each in report.files})
-        return _proved(site, series, "pristine", changes)
-
-
-def _proved(site: Path, series: Path, wanted: FileState, changes: dict[str, bytes | None]) -> tuple[Report, list[str]]:
-    after = examine(site, series)
-    if wrong := [each.path for each in after.files if each.state != wanted]:
-        raise RigctlError(f"{site}: {', '.join(wrong)}: not {wanted} after the change; something else writes there")
-    return after, sorted(changes)
-
-
-@contextlib.contextmanager
-def _exclusive(site: Path) -> Iterator[None]:
-    """One change at a time in one site-packages."""
-    try:
-        handle = os.open(site, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise RigctlError(f"{site}: {error.strerror}") from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _scratch(path: Path) -> Path:
-    return path.with_name(SCRATCH.format(path.name))
-
-
-def _sweep(site: Path, files: Sequence[FileReport]) -> None:
-    """Remove what a killed run left beside the files."""
-    for each in files:
-        _scratch(site / each.path).unlink(missing_ok=True)
-
-
-def _replace_all(site: Path, changes: dict[str, bytes | None], before: dict[str, bytes | None]) -> None:
-    """Replace all files or none: write everything, then rename; a failure takes the renames back."""
-    done: list[str] = []
-    try:
-        for path, content in changes.items():
-            _write_beside(site / path, content)
-        for path in changes:
-            _drop_bytecode(site / path)
-            _scratch(site / path).replace(site / path)
-            done.append(path)
-            _sync_directory((site / path).parent)
-    except OSError as error:
-        for path in done:
-            _write_beside(site / path, before[path])
-            _scratch(site / path).replace(site / path)
-        for path in changes:
-            _scratch(site / path).unlink(missing_ok=True)
-        raise RigctlError(f"{error.filename or site}: {error.strerror}; all files are as they were") from error
-
-
-def _write_beside(path: Path, content: bytes | None) -> None:
-    """The new content as a new inode with the old one's mode and owner, durable, not yet in place."""
-    if content is None:
-        raise FileNotFoundError(errno.ENOENT, "its bytes are not known", str(path))
-    status = path.stat()
-    scratch = _scratch(path)
-    scratch.unlink(missing_ok=True)
-    with scratch.open("xb") as handle:
-        handle.write(content)
-        os.fchmod(handle.fileno(), status.st_mode & 0o7777)
-        if os.geteuid() == 0:
-            os.fchown(handle.fileno(), status.st_uid, status.st_gid)
-        os.fsync(handle.fileno())
-
-
-def _drop_bytecode(path: Path) -> None:
-    """Done before the rename: bytecode of the kind "unchecked" would outlive its source."""
+def _replace(path: Path, content: bytes) -> None:
+    """Give a file new content as a new inode, and its old bytecode away: that of the kind "unchecked" outlives it."""
     for cached in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
-        cached.unlink(missing_ok=True)
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        cached.unlink()
+    mode = path.stat().st_mode & 0o7777
+    path.unlink()
+    path.write_bytes(content)
+    path.chmod(mode)
 
 
 def precheck(specification: RunSpecification) -> str:
@@ -277,43 +150,3 @@ def precheck(specification: RunSpecification) -> str:
             "which builds it anew"
         )
     return f"{len(report.files)} files are {report.origin}"
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Exit code 0; 1 with a message on a conflict (`status` too)."""
-    site: Path = arguments.path or site_packages(arguments.env)
-    changed: list[str] = []
-    if arguments.action == "status":
-        report = examine(site, arguments.series)
-    else:
-        report, changed = (apply if arguments.action == "apply" else unapply)(site, arguments.series)
-    if arguments.json:
-        print(json.dumps(report.as_json() | {"changed": changed}, indent=2))
-    else:
-        print(describe(report, changed))
-    return 1 if report.state == "conflicts" else 0
-
-
-def describe(report: Report, changed: Sequence[str]) -> str:
-    """The report for a person: the whole, then one line a file with the first 12 digits of its digest."""
-    origin = f" ({report.origin})" if report.origin else ""
-    lines = [f"{report.series}: {report.state}{origin}{': ' + report.reason if report.reason else ''}"]
-    for each in report.files:
-        digest = (each.digest or "-")[:12]
-        note = f": {each.reason}" if each.reason and report.state == "conflicts" else ""
-        lines.append(f"  {each.path}  {digest}  {each.state if report.origin != 'native' else 'untouched'}{note}")
-    if changed:
-        lines.append(f"changed: {', '.join(changed)}")
-    return "\n".join(lines)
-
-
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `patches` to the command line."""
-    parser = subparsers.add_parser("patches", help="our patches in an installed engine")
-    parser.add_argument("action", choices=("status", "apply", "unapply"))
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--env", type=Path, help="virtual environment")
-    where.add_argument("--path", type=Path, help="a site-packages or dist-packages that is not ours")
-    parser.add_argument("--series", type=Path, required=True, help="directory with *.patch")
-    parser.add_argument("--json", action="store_true")
-    parser.set_defaults(run=run)

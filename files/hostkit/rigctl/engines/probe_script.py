@@ -1,8 +1,8 @@
 """Questions put to an engine inside its own interpreter: `python -I -B probe_script.py ANSWER_FILE`.
 
 Standard library and the engine only. The request is JSON on standard input: engine ("vllm" or "sglang"),
-commands (whole command lines of the engine), options (true: list every flag with its default) and features
-(false: skip them). The answer goes to a file, as engines print to both streams. No GPU is needed or used.
+commands (whole command lines of the engine) and options (true: list every flag with its default). The answer goes to
+a file, as engines print to both streams. No GPU is needed or used.
 """
 
 from __future__ import annotations
@@ -287,9 +287,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         result["commands"] = [parse_command(engine, argv) for argv in request["commands"]]
     if request.get("options"):
         result["options"] = dict(options_of(engine))
-    if request.get("features", True):
-        questions = vllm_features() if engine == "vllm" else sglang_features()
-        result["features"] = {name: verdict(question) for name, question in questions.items()}
+    questions = vllm_features() if engine == "vllm" else sglang_features()
+    result["features"] = {name: verdict(question) for name, question in questions.items()}
     return result
 
 

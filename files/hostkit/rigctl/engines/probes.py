@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from rigctl.engines.installed import interpreter, site_packages
 from rigctl.errors import RigctlError
 
@@ -28,11 +30,10 @@ def ask(
     engine: str,
     commands: Sequence[Sequence[str]] = (),
     *,
-    features: bool = True,
     options: bool = False,
 ) -> dict[str, Any]:
     """Put the questions of probe_script.py to the engine in `env`; `RigctlError` if it does not answer."""
-    request = {"engine": engine, "commands": commands, "features": features, "options": options}
+    request = {"engine": engine, "commands": commands, "options": options}
     with tempfile.TemporaryDirectory(prefix="rigctl-probe-") as scratch:
         answer = Path(scratch, "answer.json")
         command = [str(interpreter(env)), "-I", "-B", str(SCRIPT), str(answer)]
@@ -112,29 +113,20 @@ def refusals(result: dict[str, Any], require: Iterable[str]) -> list[str]:
     return reasons
 
 
+def json_strings(text: str) -> list[str]:
+    """A JSON list of strings; argparse reports the ValueError that pydantic raises for anything else."""
+    return TypeAdapter(list[str]).validate_json(text)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print the answer as JSON; `RigctlError` when a command line or a required feature is refused."""
-    commands = [_read_argv(text) for text in arguments.argv]
+    result = ask(arguments.env, arguments.engine, arguments.argv)
     site = site_packages(arguments.env)
-    features = not arguments.no_features or bool(arguments.require)
-    result = ask(arguments.env, arguments.engine, commands, features=features, options=arguments.options)
-    if arguments.options:
-        result["metrics"] = metric_names(site, arguments.engine)
     result["unread_variables"] = unread_variables(site, arguments.engine, arguments.variable)
     print(json.dumps(result, indent=2))
     if reasons := refusals(result, arguments.require):
         raise RigctlError("\n  ".join(reasons))
     return 0
-
-
-def _read_argv(text: str) -> list[str]:
-    try:
-        argv = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RigctlError(f"--argv is a JSON list of strings: {error}") from None
-    if not isinstance(argv, list) or not all(isinstance(word, str) for word in argv):
-        raise RigctlError("--argv is a JSON list of strings")
-    return argv
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -143,9 +135,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--env", type=Path, required=True, help="the engine's virtual environment")
     parser.add_argument("--engine", choices=ENGINES, required=True)
     argv_help = "a whole command line of the engine, parsed by its own parser; repeatable"
-    parser.add_argument("--argv", action="append", default=[], metavar="JSON", help=argv_help)
+    parser.add_argument("--argv", action="append", default=[], metavar="JSON", help=argv_help, type=json_strings)
     parser.add_argument("--variable", action="append", default=[], help="a variable that a unit sets; repeatable")
     parser.add_argument("--require", action="append", default=[], help="fail without this feature; repeatable")
-    parser.add_argument("--no-features", action="store_true", help="only the command line (faster)")
-    parser.add_argument("--options", action="store_true", help="list every flag with its default, and every metric")
     parser.set_defaults(run=run)

@@ -9,6 +9,7 @@ are there.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -41,10 +42,14 @@ def look(base: Path, states: Path, current: Iterable[Path]) -> Found:
     """Decide; changes nothing. Environments are <base>/<release>/<digest>; current: those of the deploy's plan."""
     now = set(current)
     everything = [path for path in base.glob("*/*") if path.is_dir() and not path.is_symlink() and _is_ours(path)]
-    complete = sorted((path for path in everything if (path / STAMP).exists()), key=_became_current, reverse=True)
+    complete = sorted(
+        (path for path in everything if (path / STAMP).exists()),
+        key=lambda path: (path / STAMP).stat().st_mtime_ns,
+        reverse=True,
+    )
     present = read_object(states / PRESENT) or {}
     way = [present.get("id"), *present.get("before", ())]  # what the next rollbacks return to comes first
-    records = sorted((path for path in states.glob("*.json") if _digest(path.stem)), key=_modified, reverse=True)
+    records = sorted((path for path in states.glob("*.json") if _digest(path.stem)), key=os.path.getmtime, reverse=True)
     records.sort(key=lambda path: way.index(path.stem) if path.stem in way else len(way))
     named = {path: _environments(path) for path in records}
     keep = now.union(*(named[path] for path in records[:STATES_THAT_HOLD]))
@@ -118,14 +123,6 @@ def _is_ours(path: Path) -> bool:
 
 def _digest(name: str) -> bool:
     return len(name) == 12 and set(name) <= set("0123456789abcdef")
-
-
-def _became_current(path: Path) -> int:
-    return (path / STAMP).stat().st_mtime_ns
-
-
-def _modified(path: Path) -> int:
-    return path.stat().st_mtime_ns
 
 
 def _environments(state: Path) -> set[Path]:

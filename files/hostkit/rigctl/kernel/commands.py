@@ -205,7 +205,7 @@ def _ensure_stock(job: KernelJob) -> int:
         raise RigctlError(
             f"{job.engine.path}: no {job.package} in it, and the kernel's mode is wheel: correct the package"
         )
-    paths = [entry.path for entry in found[0].record()]
+    paths = [path for path, _ in found[0].record()]
     held = cubins.of_tree(site, toolchain.cuda_root(job) / "bin" / "cuobjdump", paths)
     if reasons := list(cubins.objections(held, wanted, job.libraries, only=False)):
         raise RigctlError(

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import re
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -125,21 +124,9 @@ def unused_segments(directory: Path = SHM, proc: Path = Path("/proc")) -> list[P
 
 def end(pids: Iterable[int]) -> None:
     """End processes: asked first, then killed after ten seconds."""
-    left = []
-    for pid in pids:
-        with suppress(psutil.NoSuchProcess):
-            left.append(psutil.Process(pid))
+    left = [process for process in psutil.process_iter() if process.pid in set(pids)]
     for ask in (psutil.Process.terminate, psutil.Process.kill):
         for process in left:
             with suppress(psutil.NoSuchProcess):
                 ask(process)
-        limit = time.monotonic() + 10
-        while (left := [process for process in left if _runs(process)]) and time.monotonic() < limit:
-            time.sleep(0.1)
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        _, left = psutil.wait_procs(left, timeout=10)

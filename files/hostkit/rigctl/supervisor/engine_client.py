@@ -161,7 +161,7 @@ class Metrics:
 
     running, waiting: requests. pulse: numbers that change while any request makes progress; SGLang counts tokens only
     when a request ends, its gauges move before that.
-    own_rate, own_length: the engine's own gauges, comparable only with their definition (acceptance_rates.py).
+    own_rate, own_length: the engine's own gauges, comparable only with their definition (watchdog.RATE_IS).
     """
 
     running: int = 0

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from rigctl.supervisor.load_phases import Phases
+from rigctl.supervisor.load_phases import phase_of
 
 HARMLESS = "[harmless] "
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): |^CUDA error|^Subprocess \S+ .*crashed")
@@ -30,7 +30,7 @@ class EngineLog:
 
     def __init__(
         self,
-        phases: Phases,
+        engine: str,
         harmless: Sequence[str],
         secret: str | None,
         file: RunFile,
@@ -41,7 +41,7 @@ class EngineLog:
         self.last_words: deque[str] = deque(maxlen=5)
         self.last_error: str | None = None
         self.child_failed = False
-        self._phases, self._harmless, self._file = phases, harmless, file
+        self._engine, self._harmless, self._file = engine, harmless, file
         self._secret = secret.encode() if secret else None
         self._journal = journal or sys.stdout.buffer
         self._kinds: set[str] = set()
@@ -59,8 +59,7 @@ class EngineLog:
 
     def finish(self) -> None:
         """Wait briefly for what the engine wrote last."""
-        if self._thread:
-            self._thread.join(1)
+        self.catch_up(1)
         self._file.close()
 
     def _pump(self, descriptor: int) -> None:
@@ -97,7 +96,7 @@ class EngineLog:
             pass  # the journal is gone; the engine must not stop for it
 
     def _notice(self, text: str, harmless: bool) -> None:
-        if phase := self._phases.of(text):
+        if phase := phase_of(self._engine, text):
             self.news += phase != self.phase
             self.phase = phase
         kind = re.sub(r"\d+", "#", text)[:120]

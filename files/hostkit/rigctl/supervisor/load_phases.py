@@ -36,16 +36,13 @@ PATTERNS: dict[str, list[tuple[str, str]]] = {
 }
 
 
-class Phases:
-    """Recognises the phase of an engine's load from its lines."""
+_COMPILED = {engine: [(re.compile(pattern), phase) for pattern, phase in found] for engine, found in PATTERNS.items()}
 
-    def __init__(self, engine: str) -> None:
-        self._patterns = [(re.compile(pattern), phase) for pattern, phase in PATTERNS.get(engine, [])]
 
-    def of(self, line: str) -> str | None:
-        """`loading weights 37/64`, or None for a line that says nothing about the phase."""
-        for pattern, phase in self._patterns:
-            if found := pattern.search(line):
-                count = found.groupdict()
-                return f"{phase} {count['done']}/{count['total']}" if count.get("total") else phase
-        return None
+def phase_of(engine: str, line: str) -> str | None:
+    """`loading weights 37/64`, or None for a line that says nothing about the phase."""
+    for pattern, phase in _COMPILED.get(engine, []):
+        if found := pattern.search(line):
+            count = found.groupdict()
+            return f"{phase} {count['done']}/{count['total']}" if count.get("total") else phase
+    return None

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -25,7 +26,6 @@ from rigctl.supervisor import ended, prechecks
 from rigctl.supervisor.activity import Patience, measure, members
 from rigctl.supervisor.engine_client import Engine, api_key
 from rigctl.supervisor.engine_log import EngineLog, RunFile
-from rigctl.supervisor.load_phases import Phases
 from rigctl.supervisor.metrics_file import publish
 from rigctl.supervisor.readiness import NotAccepted, accept
 from rigctl.supervisor.specification import Specification
@@ -87,7 +87,7 @@ class Supervisor:
         self._engine = Engine(specification, key)
         self._process: subprocess.Popen[bytes] | None = None
         file = RunFile(specification.logs, specification.limits.kept_runs, specification.limits.run_log_mib)
-        self._log = EngineLog(Phases(specification.engine), specification.harmless_log, key, file)
+        self._log = EngineLog(specification.engine, specification.harmless_log, key, file)
         self._patience = Patience(specification.limits)
         self._said = (0.0, "")
         # What started.json will say.
@@ -258,26 +258,21 @@ class Supervisor:
 
     def _meanwhile(self, work: Callable[[], T], text: Callable[[], str], step: float = 0.02) -> T:
         """Do blocking work on a thread; stay able to stop, to notice the engine's end and to talk to systemd."""
-        outcome: list[tuple[T | None, BaseException | None]] = []
+        outcome: Future[T] = Future()
 
         def call() -> None:
             try:
-                outcome.append((work(), None))
+                outcome.set_result(work())
             except BaseException as error:  # raised again by the one who waits
-                outcome.append((None, error))
+                outcome.set_exception(error)
 
-        thread = threading.Thread(target=call, daemon=True)
-        thread.start()
-        thread.join(step)
-        while not outcome:
+        threading.Thread(target=call, daemon=True).start()
+        while not wait([outcome], step).done:
             self._pause(0)
             self._say(text())
-            thread.join(step)
-        value, error = outcome[0]
-        if error is not None:
+        if outcome.exception() is not None:
             self._pause(0)  # the engine's own end explains more than the connection it broke
-            raise error
-        return value  # type: ignore[return-value]
+        return outcome.result()
 
     def _pause(self, seconds: float) -> None:
         """Wait; raises Stop when systemd stops the unit, Failure when the engine has ended."""

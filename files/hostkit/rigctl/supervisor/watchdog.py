@@ -12,7 +12,6 @@ from typing import Any
 
 import requests
 
-from rigctl.supervisor.acceptance_rates import definition
 from rigctl.supervisor.activity import members
 from rigctl.supervisor.engine_client import Engine, Metrics, Speculation
 from rigctl.supervisor.listening import strangers
@@ -23,6 +22,15 @@ from rigctl.supervisor.specification import Specification
 QUESTION = [{"role": "user", "content": "Say: ready."}]
 TOKENS = 16
 NOTHING = Speculation(0, 0, 0)
+RATE_IS = {
+    True: "accepted tokens with the bonus token / all draft tokens",
+    False: "accepted tokens without the bonus token / drafted tokens",
+}
+"""What the engines' own rate means, by whether it counts the bonus token.
+
+SGLang up to 0.5.10.post1 does (managers/scheduler_metrics_mixin.py), so that a drafter that is never right shows 1/4
+with 4 draft tokens. vLLM, and SGLang from 0.5.11, divide what was accepted by what was really drafted.
+"""
 
 
 def shared_port(specification: Specification) -> str | None:
@@ -146,5 +154,5 @@ class Watch:
             "acceptance_floor": specification.acceptance_floor if specification.speculation else None,
             "below_floor": self.below_floor,
             "own_rate": self.own_rate,
-            "own_rate_is": definition(specification.rate_counts_bonus) if self.own_rate is not None else None,
+            "own_rate_is": RATE_IS[specification.rate_counts_bonus] if self.own_rate is not None else None,
         }
