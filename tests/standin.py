@@ -252,6 +252,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     load(arguments.plan.get("load", []))
     Handler.state = state
+    ThreadingHTTPServer.allow_reuse_port = True  # as engines do
     server = ThreadingHTTPServer((arguments.host, arguments.port), Handler)
     server.daemon_threads = True
 
