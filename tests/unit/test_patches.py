@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rigctl.engines import patch_series, patches
 from rigctl.errors import RigctlError
@@ -165,13 +167,26 @@ def test_file_without_record_or_missing(engine: Engine) -> None:
             HEADER.format(stem="one") + "\n" + PATCH_ONE.replace("a/engine/one.py", "/dev/null"),
             "only changes to a file",
         ),
-        (HEADER.format(stem="one") + "\n" + PATCH_ONE.replace("-1,2", "-1,3"), "unexpected line"),
-        (HEADER.format(stem="one") + "\n" + PATCH_ONE + "junk\n", "expected a hunk"),
+        (HEADER.format(stem="one") + "\n" + PATCH_ONE.replace("-1,2", "-1,3"), "2 old and 3 new lines"),
+        (HEADER.format(stem="one") + "\n" + PATCH_ONE + "junk\n", "unexpected line 'junk'"),
     ],
 )
 def test_malformed_patches_are_refused(text: str, message: str) -> None:
     with pytest.raises(RigctlError, match=message):
         patch_series.parse_patch("bad.patch", text.encode())
+
+
+@given(st.data())
+def test_a_mutated_patch_is_read_or_refused(data: st.DataObject) -> None:
+    text = (HEADER.format(stem="one") + "\n" + PATCH_ONE + PATCH_TWO).encode()
+    at = data.draw(st.integers(0, len(text)))
+    text = text[:at] + data.draw(st.binary(max_size=4)) + text[at + data.draw(st.integers(0, 30)) :]
+    try:
+        patch = patch_series.parse_patch("mutated.patch", text)
+    except RigctlError as error:
+        assert str(error).startswith("mutated.patch: ")
+    else:
+        assert patch.files and all(".." not in file.path for file in patch.files)
 
 
 SHIPPED = sorted(path for path in (ROOT / "files/patches").glob("*/*") if path.is_dir())

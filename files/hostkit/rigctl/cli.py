@@ -46,10 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
         return run(arguments)
-    except RigctlError as error:
-        print(f"rigctl {arguments.command}: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:  # what no one has foreseen, such as a full disk
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"rigctl {arguments.command}: {where}{error.strerror or error}", file=sys.stderr)
+    except (RigctlError, OSError) as error:  # the second: such as a full disk
+        where = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        print(f"rigctl {arguments.command}: {where}", file=sys.stderr)
         return 1

@@ -183,10 +183,11 @@ def stamp_of(site: Path) -> Stamp:
 
 def compare_stamps(before: Stamp, now: Stamp) -> list[Finding]:
     """Files that came, went or were touched since the stamp."""
-    findings = [Finding("file", path, "gone since it was proved") for path in sorted(before.keys() - now.keys())]
-    findings += [Finding("file", path, "new since it was proved") for path in sorted(now.keys() - before.keys())]
-    changed = sorted(path for path in before.keys() & now.keys() if before[path] != now[path])
-    return findings + [Finding("file", path, "changed since it was proved") for path in changed]
+    changed = {path for path in before.keys() & now.keys() if before[path] != now[path]}
+    found = {"gone": before.keys() - now.keys(), "new": now.keys() - before.keys(), "changed": changed}
+    return [
+        Finding("file", path, f"{how} since it was proved") for how, paths in found.items() for path in sorted(paths)
+    ]
 
 
 # The whole environment
@@ -233,7 +234,7 @@ def inspect(expected: Expected, *, full: bool) -> list[Finding]:
     findings: list[Finding] = []
     kernel, parts = _kernel(expected)
     if expected.lock:
-        findings += compare_packages(pairs, {**read_lock(_text(expected.lock)), **kernel})
+        findings += compare_packages(pairs, {**read_lock(expected.lock.read_text()), **kernel})
     findings += flashinfer_parts(dict(pairs))
     findings += nccl_libraries(expected.site)
     patched, ours = _series(expected)
@@ -259,13 +260,6 @@ def _series(expected: Expected) -> tuple[list[Finding], dict[str, str]]:
         return [Finding("patch", path, "without its patch") for path in pristine], ours
     findings = [Finding("patch", each.path, each.reason) for each in report.files if each.reason]
     return findings or [Finding("patch", str(expected.series), report.conflict())], ours
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError as error:
-        raise RigctlError(f"{path}: {error.strerror}") from None
 
 
 def read_stamp(path: Path) -> Stamp:

@@ -74,7 +74,7 @@ def parse_patch(name: str, text: bytes) -> Patch:
     head, separator, body = text.partition(b"\n--- ")
     if not separator:
         raise RigctlError(f"{name}: no '--- ' line: not a unified diff with a header")
-    header = _header(name, head.decode())
+    header = _header(name, head.decode(errors="replace"))
     files = tuple(_file_patch(name, part) for part in re.split(rb"^--- ", body, flags=re.MULTILINE))
     return Patch(name, header, files)
 

@@ -51,17 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Report, and with --yes clear. Exit code 0 when nothing is (any more) in the way, else 1."""
     if os.geteuid() != 0:
         raise RigctlError("only root sees and ends other users' processes; use sudo")
-    found = holders()
-    segments = unused_segments()
+    found, segments = holders(), unused_segments()
     if arguments.yes:
         end([holder.pid for holder in found if holder.engine])
         for segment in segments:
             segment.unlink(missing_ok=True)
-        _tell(found, segments, arguments.json, did=True)
-        found, segments = holders(), unused_segments()
-        return 1 if found or segments else 0
-    _tell(found, segments, arguments.json, did=False)
-    return 1 if found or segments else 0
+    _tell(found, segments, arguments.json, did=arguments.yes)
+    left = [*holders(), *unused_segments()] if arguments.yes else [*found, *segments]
+    return 1 if left else 0
 
 
 def _tell(found: list[Holder], segments: list[Path], as_json: bool, *, did: bool) -> None:

@@ -186,13 +186,13 @@ def talk(arguments: argparse.Namespace) -> int:
     specification = named(arguments.configuration) if arguments.configuration else active()
     engine = Engine(specification, api_key())
     try:
-        before = engine.speculation() if specification.speculation else None
+        before = engine.metrics().speculation if specification.speculation else None
         begun = time.monotonic()
         message = engine.chat(
             [{"role": "user", "content": arguments.prompt}], max_tokens=arguments.max_tokens, temperature=None
         )["message"]
         seconds = time.monotonic() - begun
-        after = engine.speculation() if specification.speculation else None
+        after = engine.metrics().speculation if specification.speculation else None
     except requests.RequestException as error:
         raise RigctlError(f"{specification.name} does not answer: {error}; see `rigctl status`") from None
     counted = after.since(before) if after and before else None

@@ -117,10 +117,10 @@ class Patience:
     def verdict(self) -> str | None:
         """Why the load counts as stuck; None while it does not."""
         now = self._clock()
-        if now - self._life > self._limits.no_progress_minutes * 60:
-            minutes = self._limits.no_progress_minutes
-            return f"no progress for {minutes:g} min: no new log line, no processor time, I/O or GPU memory"
-        if now - self._proof > self._limits.busy_only_minutes * 60:
-            minutes = self._limits.busy_only_minutes
-            return f"no progress for {minutes:g} min: processor time, but no new log line, I/O or GPU memory"
+        for since, minutes, what in (
+            (self._life, self._limits.no_progress_minutes, "no new log line, no processor time, I/O or GPU memory"),
+            (self._proof, self._limits.busy_only_minutes, "processor time, but no new log line, I/O or GPU memory"),
+        ):
+            if now - since > minutes * 60:
+                return f"no progress for {minutes:g} min: {what}"
         return None

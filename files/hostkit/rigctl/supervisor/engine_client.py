@@ -103,10 +103,6 @@ class Engine:
         except (requests.RequestException, ValueError, KeyError):
             return False
 
-    def speculation(self, timeout: float = 5) -> Speculation | None:
-        """The counters of speculation; None where the engine exports none (no drafter, or gauges only)."""
-        return self.metrics(timeout).speculation
-
     def metrics(self, timeout: float = 5) -> Metrics:
         """The engine's counters and gauges now."""
         text = self.metrics_text(timeout)
@@ -161,6 +157,7 @@ class Metrics:
 
     running, waiting: requests. pulse: numbers that change while any request makes progress; SGLang counts tokens only
     when a request ends, its gauges move before that.
+    speculation: None where the engine exports no counters (no drafter, or gauges only).
     own_rate, own_length: the engine's own gauges, comparable only with their definition (watchdog.RATE_IS).
     """
 

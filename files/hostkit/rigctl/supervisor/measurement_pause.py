@@ -1,57 +1,40 @@
 """While a benchmark measures a configuration, its supervisor asks nothing: a question would be counted with the rest.
 
-A mark in the unit's runtime directory says so, and only for as long as the benchmark renews it.
+A lock on a file in the unit's runtime directory says so; it ends with the benchmark, however that ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
+import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from rigctl.supervisor.specification import Specification
 
-RENEWED_SECONDS = 5
-VALID_SECONDS = 30
-
 
 def mark(specification: Specification) -> Path:
-    """Where a benchmark of this configuration leaves its mark."""
+    """The file that a benchmark of this configuration locks."""
     return specification.runtime / "measured"
 
 
 def is_measured(specification: Specification) -> bool:
-    """True while a benchmark renews the mark; a mark that was left behind says nothing."""
+    """True while a benchmark holds the lock; a file that was left behind says nothing."""
     try:
-        age = time.time() - mark(specification).stat().st_mtime
-    except OSError:
-        return False
-    return abs(age) < VALID_SECONDS
+        with mark(specification).open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 @contextlib.contextmanager
 def undisturbed(specification: Specification) -> Iterator[None]:
-    """Keep the mark while the block runs; where it cannot be kept, the report says that tokens do not add up."""
-    path, ended = mark(specification), threading.Event()
-
-    def renew() -> None:
-        while not ended.wait(RENEWED_SECONDS):
-            _touch(path)
-
-    _touch(path)
-    thread = threading.Thread(target=renew, daemon=True)
-    thread.start()
-    try:
+    """Hold the lock while the block runs; where it cannot be held, the report says that tokens do not add up."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # without an engine there is no directory
+            file = held.enter_context(mark(specification).open("w"))
+            os.fchmod(file.fileno(), 0o644)  # the engine's user reads it
+            fcntl.flock(file, fcntl.LOCK_SH)
         yield
-    finally:
-        ended.set()
-        thread.join()
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def _touch(path: Path) -> None:
-    with contextlib.suppress(OSError):  # without an engine there is no directory
-        path.touch()

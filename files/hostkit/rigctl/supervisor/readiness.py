@@ -108,7 +108,7 @@ def accept(engine: Engine) -> dict[str, Any]:
 
 def _counters(engine: Engine) -> Speculation | None:
     try:
-        return engine.speculation()
+        return engine.metrics().speculation
     except requests.RequestException as error:
         raise NotAccepted(f"speculation: /metrics does not answer: {reason(error)}") from None
 
@@ -193,7 +193,7 @@ def _settled(engine: Engine, before: Speculation | None) -> Speculation | None:
     """The counters once they have moved; engines write them down a moment after the answer."""
     end = time.monotonic() + engine.specification.limits.settle_seconds
     while True:
-        after = engine.speculation()
+        after = engine.metrics().speculation
         moved = after is not None and after.drafts > (before.drafts if before else 0)
         if moved or time.monotonic() > end:
             return after
