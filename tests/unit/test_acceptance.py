@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rigctl.errors import RigctlError
 from rigctl.supervisor import prechecks
 from rigctl.supervisor.engine_client import Engine
 from rigctl.supervisor.readiness import NotAccepted, accept
+from rigctl.supervisor.watchdog import Watch
 from tests.standin import Handler, State
-from tests.unit.serving import checkpoint, drafter, proved, specification
+from tests.unit.serving import checkpoint, drafter, limits, proved, specification
 
 
 class Standin:
@@ -140,3 +144,71 @@ def test_gpus_are_really_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
     except RigctlError as error:
         found = str(error)
     assert outcome in found
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "data",
+                    "id",
+                    "choices",
+                    "message",
+                    "content",
+                    "reasoning",
+                    "tool_calls",
+                    "function",
+                    "name",
+                    "arguments",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+METRICS = st.lists(
+    st.sampled_from(
+        ["vllm:spec_decode_num_drafts_total", "vllm:num_requests_running", "#", "{", "}", '"', "=", " ", "\n"]
+    )
+    | st.sampled_from(["1", "NaN", "+Inf", "-1", "x"]),
+    max_size=12,
+).map("".join)
+
+
+class Anything(Engine):
+    """An engine that answers anything."""
+
+    def __init__(self, answers: st.DataObject) -> None:
+        super().__init__(specification(limits=limits(settle_seconds=0.01)))
+        self.draw = answers.draw
+
+    def _get(self, path: str, timeout: float) -> requests.Response:
+        text = self.draw(METRICS) if path == "/metrics" else json.dumps(self.draw(JSON))
+        return self._response(text)
+
+    def post(self, path: str, content: object = None, *, timeout: float) -> requests.Response:
+        choices = st.fixed_dictionaries({"choices": st.lists(st.fixed_dictionaries({"message": JSON}), min_size=1)})
+        return self._response(json.dumps(self.draw(JSON | choices)))
+
+    @staticmethod
+    def _response(text: str) -> requests.Response:
+        response = requests.Response()
+        response.status_code, response._content = 200, text.encode()
+        return response
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_answers_of_any_shape_are_refused_with_words(data: st.DataObject) -> None:
+    engine = Anything(data)
+    engine.ready()
+    with pytest.raises(NotAccepted, match=r"identity: |speculation: "):
+        accept(engine)
+    watch = Watch(engine)
+    watch.round()
+    assert all("\n" not in line for line in watch.text().splitlines()[:1])

@@ -10,17 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from rigctl.checkpoints.precheck import identities
 from rigctl.contract import layout
 from rigctl.contract.order import ContractError
 from rigctl.errors import RigctlError
 from rigctl.services.systemd import UNITS, properties
 from rigctl.supervisor.ended import failures
-from rigctl.supervisor.engine_client import Engine, api_key
+from rigctl.supervisor.engine_client import BAD_ANSWERS, Engine, api_key
 from rigctl.supervisor.live_settings import WARNING
-from rigctl.supervisor.readiness import reasoning_of
+from rigctl.supervisor.readiness import reason, reasoning_of
 from rigctl.supervisor.specification import Specification, configurations, installed, named, started
 from rigctl.whole_files import read_object
 
@@ -193,8 +191,8 @@ def talk(arguments: argparse.Namespace) -> int:
         )["message"]
         seconds = time.monotonic() - begun
         after = engine.metrics().speculation if specification.speculation else None
-    except requests.RequestException as error:
-        raise RigctlError(f"{specification.name} does not answer: {error}; see `rigctl status`") from None
+    except BAD_ANSWERS as error:
+        raise RigctlError(f"{specification.name} does not answer: {reason(error)}; see `rigctl status`") from None
     counted = after.since(before) if after and before else None
     answer = {
         "configuration": specification.name,

@@ -7,13 +7,11 @@ import subprocess
 import time
 from contextlib import suppress
 
-import requests
-
 from rigctl.errors import RigctlError
 from rigctl.services.status import FALLBACK, active, row
 from rigctl.services.systemd import properties, systemctl
 from rigctl.supervisor.ended import boot_id
-from rigctl.supervisor.engine_client import Engine, api_key
+from rigctl.supervisor.engine_client import BAD_ANSWERS, Engine, api_key
 from rigctl.supervisor.specification import Specification, installed, named
 from rigctl.whole_files import read_object, write_json
 
@@ -95,7 +93,7 @@ def restart_unit(specification: Specification, *, when_idle: bool) -> int:
 
 
 def _idle(engine: Engine) -> bool:
-    with suppress(requests.RequestException):
+    with suppress(*BAD_ANSWERS):
         now = engine.metrics()
         return now.running + now.waiting == 0
     return False

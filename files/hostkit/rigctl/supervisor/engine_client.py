@@ -17,6 +17,8 @@ from rigctl.errors import RigctlError
 from rigctl.supervisor.specification import Specification
 
 CREDENTIAL = Path(layout.API_KEY)
+BAD_ANSWERS = (requests.RequestException, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+"""What calls of `Engine` and the reading of an answer raise: nothing came, or what came may be anything."""
 
 
 def api_key() -> str | None:
@@ -63,7 +65,7 @@ class Speculation:
 
 
 class Engine:
-    """One engine's HTTP interface. Every call raises requests.RequestException when it is not answered."""
+    """One engine's HTTP interface. Every call may raise one of BAD_ANSWERS."""
 
     def __init__(self, specification: Specification, key: str | None = None) -> None:
         self.specification = specification
@@ -100,7 +102,7 @@ class Engine:
             self.models(timeout)
             self.listening = True
             return self._get("/health", max(timeout, 25)).ok
-        except (requests.RequestException, ValueError, KeyError):
+        except BAD_ANSWERS:
             return False
 
     def metrics(self, timeout: float = 5) -> Metrics:
@@ -118,7 +120,7 @@ class Engine:
         try:
             paths = self._get("/openapi.json", timeout).json()["paths"]
             methods = {path: ", ".join(sorted(name.upper() for name in found)) for path, found in paths.items()}
-        except (requests.RequestException, ValueError, KeyError, AttributeError):
+        except BAD_ANSWERS:
             return {}
         return {re.sub(r"\{[^}]*\}", "x", path): names for path, names in methods.items()}
 

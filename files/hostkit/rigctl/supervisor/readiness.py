@@ -15,7 +15,7 @@ from typing import Any
 import requests
 
 from rigctl.contract.limits import Limits
-from rigctl.supervisor.engine_client import Engine, Speculation
+from rigctl.supervisor.engine_client import BAD_ANSWERS, Engine, Speculation
 
 QUESTION = [{"role": "user", "content": "In one sentence: what is a token?"}]
 WEATHER = {
@@ -93,7 +93,7 @@ def accept(engine: Engine) -> dict[str, Any]:
         started = time.monotonic()
         try:
             proved[name] = {**probe(), "seconds": round(time.monotonic() - started, 3)}
-        except requests.RequestException as error:
+        except BAD_ANSWERS as error:
             # It may hang or be dead: further questions would only make the operator wait.
             raise NotAccepted("; ".join([*refused, f"{name}: no answer: {reason(error)}"])) from None
         except NotAccepted as error:
@@ -109,7 +109,7 @@ def accept(engine: Engine) -> dict[str, Any]:
 def _counters(engine: Engine) -> Speculation | None:
     try:
         return engine.metrics().speculation
-    except requests.RequestException as error:
+    except BAD_ANSWERS as error:
         raise NotAccepted(f"speculation: /metrics does not answer: {reason(error)}") from None
 
 
@@ -220,8 +220,10 @@ def degenerate(text: str, limits: Limits) -> str | None:
     return None
 
 
-def reason(error: requests.RequestException) -> str:
-    """An HTTP failure in a few words."""
+def reason(error: Exception) -> str:
+    """One of BAD_ANSWERS in a few words."""
+    if not isinstance(error, requests.RequestException) or isinstance(error, ValueError):
+        return f"what came is not as the protocol has it: {error!r}"[:160]
     if error.response is not None:
         return f"HTTP {error.response.status_code}: {error.response.text[:120]}"
     return type(error).__name__

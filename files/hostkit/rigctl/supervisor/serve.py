@@ -17,14 +17,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import requests
-
 from rigctl.checkpoints.precheck import identities
 from rigctl.errors import RigctlError
 from rigctl.notification import notify
 from rigctl.supervisor import ended, prechecks
 from rigctl.supervisor.activity import Patience, measure, members
-from rigctl.supervisor.engine_client import Engine, api_key
+from rigctl.supervisor.engine_client import BAD_ANSWERS, Engine, api_key
 from rigctl.supervisor.engine_log import EngineLog, RunFile
 from rigctl.supervisor.metrics_file import publish
 from rigctl.supervisor.readiness import NotAccepted, accept
@@ -330,7 +328,7 @@ class Supervisor:
     def _drain(self, seconds: float) -> None:
         """Wait for running requests; this engine cannot refuse new ones meanwhile."""
         end = time.monotonic() + seconds
-        with suppress(requests.RequestException):
+        with suppress(*BAD_ANSWERS):
             while time.monotonic() < end and (now := self._engine.metrics()) and now.running + now.waiting:
                 self._notify(f"STOPPING=1\n{ALIVE}", f"draining: {now.running} running, {now.waiting} waiting")
                 time.sleep(0.5)

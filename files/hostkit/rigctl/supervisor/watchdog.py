@@ -13,7 +13,7 @@ from typing import Any
 import requests
 
 from rigctl.supervisor.activity import members
-from rigctl.supervisor.engine_client import Engine, Metrics, Speculation
+from rigctl.supervisor.engine_client import BAD_ANSWERS, Engine, Metrics, Speculation
 from rigctl.supervisor.listening import strangers
 from rigctl.supervisor.measurement_pause import is_measured
 from rigctl.supervisor.readiness import degenerate, reason, reasoning_of
@@ -76,19 +76,17 @@ class Watch:
         self.errors = [*self.errors, problem] if problem else []
 
     def _ask(self) -> str | None:
-        begun = self._clock()
+        begun, self.answered_seconds = self._clock(), None
         try:
             choice = self._engine.chat(QUESTION, max_tokens=TOKENS, timeout=self._limits.watch_answer_seconds)
+            message = choice["message"]
+            texts = (reasoning_of(message), message.get("content") or "")
+            bad = next(filter(None, (degenerate(text, self._limits) for text in texts)), None)
         except requests.Timeout:
-            self.answered_seconds = None
             return None  # slow or frozen: time will tell
-        except (requests.RequestException, ValueError, KeyError, IndexError) as error:
-            self.answered_seconds = None
-            return reason(error) if isinstance(error, requests.RequestException) else f"no chat completion: {error!r}"
+        except BAD_ANSWERS as error:
+            return reason(error)
         self.answered_seconds = self._clock() - begun
-        message = choice["message"]
-        texts = (reasoning_of(message), message.get("content") or "")
-        bad = next(filter(None, (degenerate(text, self._limits) for text in texts)), None)
         if bad:
             return f"a degenerate answer: {bad}"
         self._alive = self._clock()
@@ -97,7 +95,7 @@ class Watch:
     def _metrics(self) -> Metrics | None:
         try:
             return self._engine.metrics()
-        except requests.RequestException:
+        except BAD_ANSWERS:
             return None
 
     def _count(self, before: Metrics | None, after: Metrics) -> None:
