@@ -21,7 +21,7 @@ def properties(unit: str, wanted: Sequence[str]) -> dict[str, str]:
 
 def systemctl(*arguments: str) -> str:
     """What systemctl answers. Raises RigctlError with its words when it fails."""
-    done = subprocess.run(["systemctl", *arguments], capture_output=True, text=True, errors="replace", check=False)
+    done = subprocess.run(["systemctl", *arguments], capture_output=True, errors="replace", check=False)
     if done.returncode != 0:
         raise RigctlError(f"systemctl {' '.join(arguments)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout
