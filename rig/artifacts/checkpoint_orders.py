@@ -9,7 +9,7 @@ from rig.plan.host_plan import HostPlan
 from rigctl.contract import layout
 from rigctl.contract.checkpoint_job import CheckpointJob, Secret
 from rigctl.contract.manifest import Manifest
-from rigctl.contract.sources import DirectorySource, GeneratorSource, HttpSource, HubSource, LocalSource, RsyncSource
+from rigctl.contract.sources import DirectorySource, GeneratorSource, HubSource
 
 GENERATOR_REVISION = "ba1984e96a2f"
 """Revision of what `rigctl tiny-kimi` makes. Another one replaces generated checkpoints on hosts, so it changes with
@@ -55,27 +55,13 @@ def order(plan: HostPlan, name: str) -> CheckpointJob:
         source=DirectorySource(kind="directory") if unpinned(entry) else entry.source,
         token=Secret(credential="hub-token") if fetched_from_hub and plan.data.hub_token_file else None,
         generator_revision=revision(entry) if generated else None,
-        manifest=manifest_path(name) if has_manifest(name, entry) else None,
+        manifest=manifest_path(name) if manifest(name, entry) else None,
         digests=entry.digests,
         # A new version of the generator takes the place of what an older one made.
         replace=generated,
         bandwidth_limit=entry.bandwidth_limit,
         reserve_bytes=1 << (20 if generated else 30),
     )
-
-
-def described(entry: Checkpoint) -> str:
-    """Where a checkpoint comes from, in a few words."""
-    match entry.source:
-        case HubSource(repository=repository):
-            return repository
-        case HttpSource(url=url):
-            return url
-        case RsyncSource(host=host, path=path):
-            return f"{host}:{path}"
-        case LocalSource(path=path):
-            return path
-    return entry.source.kind
 
 
 def local_manifest(name: str) -> Path:
@@ -93,11 +79,6 @@ def manifest(name: str, entry: Checkpoint) -> Manifest | None:
         return None
     kept = Manifest.read(place)
     return kept if revision(entry) in (None, kept.revision) else None
-
-
-def has_manifest(name: str, entry: Checkpoint) -> bool:
-    """Whether the repository has a manifest that this entry is proved by."""
-    return manifest(name, entry) is not None
 
 
 def wanted_identity(name: str, entry: Checkpoint) -> str | None:
@@ -121,6 +102,6 @@ def checkpoint_files(plan: HostPlan) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for name, entry in plan.checkpoints.items():
         files[specification_path(name)] = order(plan, name).text().encode()
-        if has_manifest(name, entry):
+        if manifest(name, entry):
             files[manifest_path(name)] = local_manifest(name).read_bytes()
     return files

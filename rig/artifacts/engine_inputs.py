@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rig.catalog.entries import ROOT
 from rig.plan.command_lines import command_line
-from rig.plan.host_plan import HostPlan
+from rig.plan.host_plan import Environment, HostPlan
+from rigctl.contract import environment_build as contract
 
 
 def engine_files(plan: HostPlan) -> dict[str, bytes]:
@@ -37,3 +40,20 @@ def variables(plan: HostPlan, release: str) -> dict[str, list[str]]:
                 if variable.startswith(("VLLM_", "SGLANG_", "SGL_")):
                     found.setdefault(variable, []).append(name)
     return dict(sorted(found.items()))
+
+
+def engine(env: Environment) -> contract.Environment:
+    """An engine environment on its host."""
+    return contract.Environment(
+        path=Path(env.path),
+        python=env.python,
+        lock=Path(env.lock_on_host),
+        patches=Path(env.series_on_host) if env.series_on_host else None,
+    )
+
+
+def environment_build(env: Environment, cache: str, wheels: str | None) -> contract.EnvironmentBuild:
+    """The order to make it. cache: uv's. wheels: directory with every wheel."""
+    return contract.EnvironmentBuild(
+        **dict(engine(env)), cache=Path(cache), index=env.release.index, wheels=Path(wheels) if wheels else None
+    )

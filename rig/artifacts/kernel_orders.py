@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 
-from rig.artifacts.environment_orders import engine
+from rig.artifacts.engine_inputs import engine
 from rig.catalog.entries import ROOT, Kernel
 from rig.catalog.yaml_source import CatalogError
 from rig.plan.host_plan import Environment, HostPlan

@@ -47,7 +47,8 @@ INVENTORY_VARIABLE = "KIMI_RIG_INVENTORY"
 SECTIONS = ("serving", "checkpoints", "releases")
 
 # systemd allows 255 characters in a unit name, with prefix and suffix (systemd.unit(5)).
-NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")
+LONGEST_NAME = 200
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 Port = Annotated[int, Field(ge=1024, le=65535)]
 Flag = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$")]
@@ -426,6 +427,9 @@ def _parse(document: Document, model: type[E_], section: str, findings: list[Fin
         def found(path: tuple[str | int, ...], message: str) -> None:
             findings.append(Finding(str(document.place(path)), section, path, message))
 
+        if len(name) > LONGEST_NAME:
+            found((name,), f"a name has at most {LONGEST_NAME} characters (a unit is named after it), not {len(name)}")
+            continue
         if not NAME.fullmatch(name):
             found((name,), "a name is lower-case letters, digits, '.', '_' and '-' (a unit is named after it)")
             continue

@@ -11,8 +11,7 @@ from pyinfra.api import operation
 
 from rig.artifacts.checkpoint_orders import (
     adopted_as_it_is,
-    described,
-    has_manifest,
+    manifest,
     revision,
     specification_path,
     wanted_identity,
@@ -23,7 +22,7 @@ from rig.operations import jobs
 from rig.operations.common import Commands, made, note, notice, refuse, remember, script
 from rigctl.contract import layout
 from rigctl.contract.drafter_pairs import DrafterPairs
-from rigctl.contract.sources import GeneratorSource, HubSource
+from rigctl.contract.sources import GeneratorSource, HubSource, described
 
 # 595 GB at 100 Mbit/s take 13 hours; a job that outlasts this has hung.
 LIMIT_SECONDS = 48 * 3600
@@ -51,7 +50,7 @@ def checkpoint(checkpoint_name: str, entry: Checkpoint, path: str, hub_token: bo
         yield from refuse(_absent(name, entry, path))
         return
     note(f"{path}: {_what_happens(entry, state, 'there' in found)}")
-    if isinstance(entry.source, HubSource) and not adopted_as_it_is(entry) and not has_manifest(name, entry):
+    if isinstance(entry.source, HubSource) and not adopted_as_it_is(entry) and manifest(name, entry) is None:
         pin = f"`make pin CHECKPOINT={name}` writes it"
         notice(f"checkpoint {name} has no manifest in inventory/manifests, the hub is asked for its list: {pin}")
     # What staging brings is ours to take away; what is adopted is not.
@@ -143,7 +142,7 @@ def _what_happens(entry: Checkpoint, state: dict[str, Any], there: bool) -> str:
         return f"is generated ({entry.source.generator})"
     if there:
         return "is proved and recorded as it lies there"
-    return f"is staged from {described(entry)}"
+    return f"is staged from {described(entry.source)}"
 
 
 def _absent(name: str, entry: Checkpoint, path: str) -> str:

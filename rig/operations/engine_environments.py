@@ -11,7 +11,7 @@ from typing import Any
 from pyinfra import host
 from pyinfra.api import operation
 
-from rig.artifacts.environment_orders import environment_build
+from rig.artifacts.engine_inputs import environment_build
 from rig.facts.state import JsonFile, Lines
 from rig.operations import jobs
 from rig.operations.common import Commands, note, notice, refuse, remember, script

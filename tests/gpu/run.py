@@ -52,11 +52,11 @@ from rigctl.supervisor.activity import gpu_memory
 from rigctl.supervisor.engine_client import Engine, Speculation
 from rigctl.supervisor.specification import named
 from rigctl.tiny_kimi.automaton import CHAT, CONTENT
-from rigctl.tiny_kimi.prediction import predict_counters
 from rigctl.whole_files import read_object
 from tests.gpu import standin_systemd as units
 from tests.gpu.host_stage import inventory, read_facts, run
 from tests.gpu.wheels import POINTER
+from tests.support.tiny_kimi import predict_counters
 
 WORK = Path("/var/lib/kimi-rig-gpu")
 CARRY = Path("/opt/carry")

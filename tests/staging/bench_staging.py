@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,8 +27,12 @@ from typing import Any
 from rig.catalog.entries import ROOT  # also makes rigctl importable
 from rigctl.checkpoints import record as records
 from rigctl.checkpoints import staging
+from rigctl.checkpoints.progress import Progress
+from rigctl.checkpoints.sources import open_source
 from rigctl.checkpoints.verify import Seen
+from rigctl.contract.checkpoint_job import CheckpointJob
 from rigctl.contract.manifest import Manifest
+from rigctl.whole_files import write_json
 from tests.staging import synthetic
 from tests.staging.hubserver import COMMIT, REPOSITORY
 
@@ -276,8 +281,9 @@ def main() -> None:
         server = Server(root)
         host = Host(scratch)
         hub = {"kind": "hub", "repository": REPOSITORY, "revision": COMMIT, "endpoint": server.address}
-        pinned = host.spec(hub, manifest=None)
-        host.run("pin", "--spec", str(pinned), "--output", str(scratch / "manifest.json"))
+        job = CheckpointJob.read(host.spec(hub, manifest=None))
+        listed = open_source(job, Progress(job.name), threading.Event()).listing()
+        write_json(scratch / "manifest.json", listed and listed.document())
         if "download" in arguments.figures:
             download(host, server, files, total=total, runs=arguments.runs)
         if "verify" in arguments.figures:

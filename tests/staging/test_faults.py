@@ -469,10 +469,10 @@ def test_small_checkpoint_keeps_receive_buffers_small(bench: Bench) -> None:
     fetcher = HttpFetcher(bench.spec(http_source("http://127.0.0.1:9")), Progress("tiny"), threading.Event())
     four = (4 << 30) // 400 // 8
     for total_bytes, window in ((0, None), (1 << 20, SMALLEST_WINDOW), (4 << 30, four), (1 << 40, None)):
-        fetcher._progress.total = total_bytes
+        fetcher.progress.total = total_bytes
         assert fetcher._window() == window
     with socket.create_server(("127.0.0.1", 0)) as server:
-        fetcher._progress.total = 1 << 20
+        fetcher.progress.total = 1 << 20
         session = fetcher.session()
         address = f"http://127.0.0.1:{server.getsockname()[1]}/"
         adapter = session.get_adapter(address)

@@ -58,7 +58,7 @@ def test_token_comes_from_a_credential_and_reaches_the_hub_only(
 def test_time_is_estimated_from_a_short_probe(bench: Bench, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "PROBE_FROM", 0)
     job = bench.job(bench.spec(hub_source(hub.address)))
-    manifest = job._manifest()
+    manifest = job.manifest()
     assert manifest is not None
     plan = job.plan(manifest)
     assert plan.rate and plan.seconds == pytest.approx(plan.bytes_needed / plan.rate)
@@ -185,7 +185,7 @@ def test_generator_writes_what_becomes_the_checkpoint(bench: Bench) -> None:
     replaced = bench.stage(source, role="drafter", generator_revision="v2", replace=True)
     assert replaced.state == "staged" and replaced.record.manifest.revision == "v2"
     assert not bench.partial.exists() and quick_report(replaced.record).complete
-    with pytest.raises(RigctlError, match=r"generator:tiny-kimi x .* ended with"):
+    with pytest.raises(RigctlError, match=r"generator:x ended with"):
         (bench.root / "other").mkdir()
         bench.stage(
             {"kind": "generator", "generator": "x"},
@@ -263,7 +263,7 @@ def test_directory_without_a_manifest_is_adopted_by_its_files(bench: Bench, chec
     with pytest.raises(RigctlError, match="adopt it again if the change is yours"):
         bench.job(wanted).stage()
     job = bench.job(wanted)
-    assert quick_report(staging.adopt_directory(wanted, bench.state, job.progress)).complete
+    assert quick_report(job.adopt().record).complete
 
 
 def test_repair_fetches_only_what_is_wrong(bench: Bench, hub: Hub, checkpoint: Path) -> None:

@@ -122,7 +122,7 @@ def test_an_impossible_number_of_a_cell_is_refused_by_its_field(value: float) ->
         (("rounds", 0, "counters", "accepted"), 301, r"more than was drafted \(301 of 300\)"),
         (("rounds",), [], "a measured cell has rounds"),
         (("cause",), "it died", "a failed one has a cause"),
-        (("workload",), "../x", "workload: String should match"),
+        (("workload",), "../x", "workload: letters, digits"),
     ],
 )
 def test_a_cell_that_says_nothing_is_refused(path: tuple[Any, ...], value: Any, message: str) -> None:

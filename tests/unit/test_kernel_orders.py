@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rig.artifacts.environment_orders import environment_build
+from rig.artifacts.engine_inputs import environment_build
 from rig.artifacts.kernel_orders import kernel_job
 from rig.catalog.entries import ROOT, Kernel
 from rig.host.settings import HostSettings

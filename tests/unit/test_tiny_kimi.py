@@ -17,9 +17,9 @@ import safetensors
 from rig.artifacts.checkpoint_orders import GENERATOR_REVISION
 from rigctl.cli import main
 from rigctl.tiny_kimi import KINDS, automaton, drafter, numbers, target
-from rigctl.tiny_kimi.automaton import CHAT, CONTENT, NO_THINKING, REASONING, TOOL_CALL
+from rigctl.tiny_kimi.automaton import CHAT, CONTENT, NO_THINKING, REASONING, TOOL_CALL, Drafter, drafted_successors
 from rigctl.tiny_kimi.checkpoints import BUILDERS, Files, checkpoint_files
-from rigctl.tiny_kimi.prediction import Drafter, Prediction, drafted_successors, predict_counters
+from tests.support.tiny_kimi import Prediction, generated_tokens, predict_counters
 
 DRAFTERS: tuple[Drafter, ...] = ("always", "half", "never")
 
@@ -63,14 +63,13 @@ def test_every_token_stands_in_one_place_of_the_chains() -> None:
 
 
 def test_what_follows_each_prompt_end_is_the_published_text() -> None:
-    think, *thought = automaton.generated_tokens(CHAT)
+    think, *thought = generated_tokens(CHAT)
     assert think == automaton.THINK
     assert "".join(thought) == f"{REASONING}{automaton.END_THINK}{CONTENT}{automaton.END_OF_TURN}"
-    assert "".join(automaton.generated_tokens(NO_THINKING)) == CONTENT + automaton.END_OF_TURN
-    assert json.loads(automaton.tool_arguments_text()) == automaton.TOOL_ARGUMENTS
-    call = "".join(automaton.generated_tokens(TOOL_CALL))
+    assert "".join(generated_tokens(NO_THINKING)) == CONTENT + automaton.END_OF_TURN
+    call = "".join(generated_tokens(TOOL_CALL))
     assert call.startswith(automaton.TOOL_REASONING + "<|tool_calls_section_begin|><|tool_call_begin|>")
-    assert f"{automaton.TOOL_CALL_ID}<|tool_call_argument_begin|>{automaton.tool_arguments_text()}<" in call
+    assert f"{automaton.TOOL_CALL_ID}<|tool_call_argument_begin|>{json.dumps(automaton.TOOL_ARGUMENTS)}<" in call
 
 
 def test_token_ids_are_dense_and_match_the_tokenizer_file() -> None:
@@ -197,7 +196,7 @@ def marker_drafter_step(hidden: numbers.Array, token: str) -> tuple[numbers.Arra
 
 def test_the_marker_drafter_is_right_with_the_marker_and_wrong_without() -> None:
     rows, marker = numbers.embedding(), numbers.hadamard()[numbers.MARKER_ROW]
-    chain = (CHAT, *automaton.generated_tokens(CHAT))
+    chain = (CHAT, *generated_tokens(CHAT))
     marked = rows[automaton.id_of(CHAT)] + np.float32(target.MARKER_SIZE) * marker
     for (before, token), (_, after) in itertools.pairwise(itertools.pairwise(chain)):
         marked, proposed = marker_drafter_step(marked, token)  # fed by its own hidden state all along

@@ -12,7 +12,7 @@ from rigctl.errors import RigctlError
 
 MODULES: dict[str, str] = {
     "bench": "rigctl.bench",
-    "checkpoints": "rigctl.checkpoints",
+    "checkpoints": "rigctl.checkpoints.commands",
     "doctor": "rigctl.services.doctor",
     "drift": "rigctl.engines.drift",
     "ended": "rigctl.supervisor.ended",

@@ -6,13 +6,11 @@ huggingface_hub 2.4.0 removes its partial file when a download fails and starts 
 
 from __future__ import annotations
 
-import email.utils
 import random
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +24,7 @@ from rigctl.checkpoints.sink import Sink, SourceWrong
 from rigctl.checkpoints.verify import Cancelled
 from rigctl.contract.checkpoint_job import CheckpointJob
 from rigctl.contract.manifest import File
+from rigctl.contract.sources import described
 from rigctl.errors import RigctlError
 
 CONNECT_TIMEOUT = 20.0  # seconds
@@ -82,9 +81,6 @@ class Bearer(requests.auth.AuthBase):
         return request
 
 
-Locate = Callable[[int], Location]  # attempt group 0, 1, ... -> address
-
-
 class Adapter(requests.adapters.HTTPAdapter):
     """Connections whose receive buffers are at most `window` bytes (None: no limit)."""
 
@@ -110,39 +106,52 @@ def _receive_buffer(size: int) -> tuple[int, int, int]:
     return forced
 
 
-class HttpFetcher:
-    """Fetches files for one job; one session a worker thread."""
+class Origin:
+    """Where an order's files come from; `name` says it in records and messages."""
 
     def __init__(self, order: CheckpointJob, progress: Progress, stop: threading.Event) -> None:
-        self._order = order
-        self._progress = progress
-        self._stop = stop
+        self.order = order
+        self.progress = progress
+        self.stop = stop
+        self.name = f"{order.source.kind}:{described(order.source)}"
+
+    def pause(self, what: str, failures: int, reason: object, wait: float | None = None) -> None:
+        """Wait before the next attempt, at least `wait` seconds if the server asked for that. Raises Cancelled."""
+        delay = min(self.order.backoff * 2 ** (failures - 1), 60.0) * random.uniform(0.8, 1.2)  # noqa: S311
+        if wait is not None:
+            delay = min(max(delay, wait), LONGEST_WAIT)
+        self.progress.event(f"{what}: {reason}; again in {delay:.1f} s", retry=True)
+        if self.stop.wait(delay):
+            raise Cancelled
+
+
+class HttpFetcher(Origin):
+    """Fetches files over HTTP; one session a worker thread."""
+
+    def __init__(self, order: CheckpointJob, progress: Progress, stop: threading.Event) -> None:
+        super().__init__(order, progress, stop)
         self._local = threading.local()
 
-    def fetch(self, entry: File, sink: Sink, locate: Locate) -> None:
+    def locate(self, entry: File, group: int) -> Location:
+        """Where a file is now. group: 0, and one more whenever another address shall be tried."""
+        raise NotImplementedError
+
+    def fetch(self, entry: File, sink: Sink) -> None:
         """Fill `sink` from where it is. Raises Refused, GaveUp, SourceWrong, DiskFull, Cancelled."""
         failures = group = 0
         while sink.offset < entry.size:
             before = sink.offset
             try:
-                self._stream(locate(group), entry, sink)
+                self._stream(self.locate(entry, group), entry, sink)
             except Transient as error:
                 failures = 1 if sink.offset > before else failures + 1
-                if failures > self._order.retries:
+                if failures > self.order.retries:
                     raise GaveUp(
                         f"{entry.path}: gave up after {failures} attempts without progress, last: {error}; "
                         "what is fetched is kept, run the job again"
                     ) from error
                 group = failures // SWITCH_AFTER
-                self._wait(entry, failures, error)
-
-    def _wait(self, entry: File, failures: int, error: Transient) -> None:
-        delay = min(self._order.backoff * 2 ** (failures - 1), 60.0) * random.uniform(0.8, 1.2)  # noqa: S311
-        if error.wait is not None:
-            delay = min(max(delay, error.wait), LONGEST_WAIT)
-        self._progress.event(f"{entry.path}: {error}; again in {delay:.1f} s", retry=True)
-        if self._stop.wait(delay):
-            raise Cancelled("stopped; what is fetched is kept for the next run")
+                self.pause(entry.path, failures, error, error.wait)
 
     def session(self) -> requests.Session:
         """This thread's session."""
@@ -158,7 +167,7 @@ class HttpFetcher:
 
         Only a small checkpoint, of which full buffers would be more than WASTE, gets less than a fast line can use.
         """
-        share = int(self._progress.total * WASTE) // self._order.workers
+        share = int(self.progress.total * WASTE) // self.order.workers
         return max(share, SMALLEST_WINDOW) if 0 < share < LARGEST_WINDOW else None
 
     def open(self, location: Location, headers: dict[str, str]) -> requests.Response:
@@ -169,13 +178,13 @@ class HttpFetcher:
                 headers={"Accept-Encoding": "identity", **headers},
                 auth=Bearer(location.token),
                 stream=True,
-                timeout=(CONNECT_TIMEOUT, self._order.stall),
+                timeout=(CONNECT_TIMEOUT, self.order.stall),
             )
         except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema) as error:
             raise SourceWrong(f"{location.origin} gives an address that cannot be used: {error}") from error
         except requests.exceptions.TooManyRedirects as error:
             raise SourceWrong(f"{location.origin} redirects in a circle") from error
-        except requests.exceptions.RequestException as error:
+        except requests.RequestException as error:
             raise Transient(f"{location.origin}: {_short(error)}") from error
 
     def _stream(self, location: Location, entry: File, sink: Sink) -> None:
@@ -196,9 +205,7 @@ class HttpFetcher:
                 # read1 gives what has arrived: read would lose a part of a block when the line breaks
                 while block := response.raw.read1(sink.limiter.block(), decode_content=decode):
                     sink.write(block)
-            except (urllib3.exceptions.HTTPError, requests.exceptions.RequestException) as error:
-                raise Transient(f"the line broke at byte {sink.offset}: {_short(error)}") from error
-            except (ConnectionError, TimeoutError) as error:
+            except (urllib3.exceptions.HTTPError, requests.RequestException, ConnectionError, TimeoutError) as error:
                 raise Transient(f"the line broke at byte {sink.offset}: {_short(error)}") from error
         if sink.offset < entry.size:
             raise Transient(f"the line ended at byte {sink.offset} of {entry.size}")
@@ -223,22 +230,22 @@ class HttpFetcher:
         if validator and sink.offset == 0:
             sink.remember(validator)
 
-    def probe(self, location: Location, most: int, seconds: float) -> float:
-        """Bytes a second of one connection, from at most `most` bytes; 0 if it cannot be measured."""
+    def probe(self, entry: File) -> float:
+        """Bytes a second of one connection, from at most PROBE_BYTES bytes; 0 if it cannot be measured."""
         started = time.monotonic()
         count = 0
         try:
-            with self.open(location, {"Range": f"bytes=0-{most - 1}"}) as response:
+            location = self.locate(entry, 0)
+            with self.open(location, {"Range": f"bytes=0-{PROBE_BYTES - 1}"}) as response:
                 response.raise_for_status()
                 for block in response.raw.stream(1 << 16, decode_content=False):
                     count += len(block)
-                    if count >= most or time.monotonic() - started > seconds:
+                    if count >= PROBE_BYTES or time.monotonic() - started > PROBE_SECONDS:
                         break
-                if count < most:
-                    response.close()
-        except (Transient, requests.exceptions.RequestException, urllib3.exceptions.HTTPError, OSError):
+                response.close()
+        except (Transient, requests.RequestException, urllib3.exceptions.HTTPError, OSError):
             return 0.0
-        self._progress.fetched += count
+        self.progress.fetched += count
         return count / max(time.monotonic() - started, 1e-6)
 
 
@@ -256,38 +263,42 @@ def body_extent(response: requests.Response) -> tuple[int, int | None]:
 
 def check_status(response: requests.Response, location: Location, what: str) -> None:
     """Turn an HTTP status into Refused, SourceWrong or Transient."""
-    status = response.status_code
-    if status in (200, 206):
-        return
     signed = location.signed or urlsplit(response.url).netloc != urlsplit(location.url).netloc
-    raise_for(status, location.origin, what, wait=retry_after(response), signed=signed)
+    if response.status_code not in (200, 206):
+        raise fault_of(response.status_code, location.origin, what, response.headers.get("Retry-After"), signed=signed)
 
 
-def raise_for(status: int, origin: str, what: str, *, wait: float | None, signed: bool = False) -> None:
-    """`signed`: the answer is from a storage server whose link may simply have run out."""
+def fault_of(status: int, origin: str, what: str, retry_after: str | None, *, signed: bool = False) -> Exception:
+    """The fault that an HTTP status means: Refused, SourceWrong or Transient.
+
+    signed: the answer is from a storage server, whose link may simply have run out. retry_after: seconds, or a date.
+    """
     if status in (401, 403) and not signed:
-        raise Refused(
-            f"{what}: {origin} answers {status}: the token is missing, wrong, expired or lacks access; "
-            "what is fetched is kept, give a valid credential and run the job again"
+        return Refused(
+            f"{what}: {origin} answers {status}: the token is missing, wrong, expired or revoked, or lacks access; "
+            "what is fetched is kept: put a valid token into the file that hub_token_file names and deploy again, or "
+            "run the job again"
         )
-    if status in (404, 410):
-        raise SourceWrong(f"{what}: {origin} does not have it ({status})")
-    if status in (401, 403, 408, 425, 429) or status >= 500:
-        raise Transient(f"{origin} answers {status}", wait)
-    raise SourceWrong(f"{what}: {origin} answers {status}")
+    if status in (401, 403):
+        return Transient(f"{origin} answers {status}: its link has run out, or the token behind it was revoked")
+    if status in (408, 425, 429) or status >= 500:
+        return Transient(f"{origin} answers {status}", seconds_of(retry_after))
+    missing = status in (404, 410)
+    return SourceWrong(f"{what}: {origin} {f'does not have it ({status})' if missing else f'answers {status}'}")
 
 
-def retry_after(response: requests.Response) -> float | None:
-    """Seconds that Retry-After asks for (number or date), or None."""
-    text = response.headers.get("Retry-After")
-    if not text:
-        return None
-    if text.strip().isdigit():
-        return float(text)
+def seconds_of(retry_after: str | None) -> float | None:
+    """Seconds that a Retry-After header (a number or a date) asks for; None without one that can be read."""
     try:
-        return max(email.utils.parsedate_to_datetime(text).timestamp() - time.time(), 0.0)
-    except ValueError:
+        return urllib3.Retry().parse_retry_after(retry_after) if retry_after else None
+    except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
         return None
+
+
+def origin_of(url: str) -> str:
+    """Scheme and server of an address."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 def _short(error: BaseException) -> str:

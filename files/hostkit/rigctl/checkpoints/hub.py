@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import threading
-import time
 from importlib.util import find_spec
-from pathlib import Path
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
 from rigctl.checkpoints import secrets
+from rigctl.checkpoints.children import follow
 from rigctl.checkpoints.http import (
     CONNECT_TIMEOUT,
-    PROBE_BYTES,
-    PROBE_SECONDS,
     HttpFetcher,
     Location,
     Refused,
     Transient,
     UnansweredError,
-    raise_for,
+    fault_of,
+    origin_of,
 )
-from rigctl.checkpoints.paths import remove_tree
+from rigctl.checkpoints.paths import allocated, remove_tree, walk
 from rigctl.checkpoints.progress import Progress
 from rigctl.checkpoints.sink import Sink, SourceWrong
-from rigctl.checkpoints.verify import Cancelled
 from rigctl.contract.checkpoint_job import CheckpointJob
 from rigctl.contract.manifest import File, Manifest
 from rigctl.contract.sources import HubSource
@@ -52,25 +48,18 @@ def _client() -> Any:
     return huggingface_hub
 
 
-class Hub:
-    """One repository. `candidates`: the endpoint (None: the client's default), then the mirror."""
+class Hub(HttpFetcher):
+    """One repository. `_candidates`: the endpoint (None: the client's default), then the mirror."""
 
-    def __init__(self, source: HubSource, order: CheckpointJob, progress: Progress, stop: threading.Event) -> None:
+    def __init__(self, source: HubSource, order: CheckpointJob, progress: Progress, stop: Event) -> None:
+        super().__init__(order, progress, stop)
         self.source = source
-        self._order = order
-        self._progress = progress
-        self._stop = stop
-        self._fetcher = HttpFetcher(order, progress, stop)
         self._client = _client()
-        self._candidates = [source.endpoint] + ([source.mirror] if source.mirror else [])
+        self._candidates = [source.endpoint, *([source.mirror] if source.mirror else [])]
         self._token = secrets.text(order.token)
         self._preferred = 0  # the candidate that answered last: a dead endpoint is not asked for every file
         self._xet_failures = 0
         self._revision = source.revision
-
-    def describe(self) -> str:
-        """For records and messages."""
-        return f"hub:{self.source.repository}"
 
     @property
     def revision(self) -> str:
@@ -82,7 +71,7 @@ class Hub:
                     "inventory, or set allow_unpinned to take what the hub calls main today"
                 )
             self._revision = str(self._ask(lambda api: api.model_info(self.source.repository).sha))
-            self._progress.event(f"{self.source.repository}: main is {self._revision} now; pin it")
+            self.progress.event(f"{self.source.repository}: main is {self._revision} now; pin it")
         return self._revision
 
     def listing(self) -> Manifest:
@@ -91,12 +80,11 @@ class Hub:
         files = self._ask(
             lambda api: list(api.list_repo_tree(self.source.repository, revision=revision, recursive=True))
         )
-        return Manifest.listed(self.describe(), revision, [_file(item) for item in files if hasattr(item, "blob_id")])
+        return Manifest.listed(self.name, revision, [_file(item) for item in files if hasattr(item, "blob_id")])
 
     def _ask(self, question: Any) -> Any:
         """Ask the endpoint, then the mirror, each with retries."""
-        last: Transient | None = None
-        for attempt in range(self._order.retries + 1):
+        for attempt in range(self.order.retries + 1):
             chosen = (self._preferred + attempt) % len(self._candidates)
             endpoint = self._candidates[chosen]
             api = self._client.HfApi(endpoint=endpoint, token=self._token_for(endpoint) or False)
@@ -106,12 +94,8 @@ class Hub:
                 return answer
             except Transient as error:
                 last = error
-                if attempt == self._order.retries:
-                    break
-                delay = max(min(self._order.backoff * 2**attempt, 60.0), error.wait or 0.0)
-                self._progress.event(f"{self.source.repository}: {error}; again in {delay:.1f} s", retry=True)
-                if self._stop.wait(delay):
-                    raise Cancelled("stopped while the hub was asked for its file list") from error
+            if attempt < self.order.retries:
+                self.pause(self.source.repository, attempt + 1, last, last.wait)
         raise UnansweredError(f"{self.source.repository}: the hub cannot be asked: {last}")
 
     def _token_for(self, endpoint: str | None) -> str | None:
@@ -129,9 +113,8 @@ class Hub:
             raise SourceWrong(f"{what}: {origin} does not know revision {self._revision}") from error
         except errors.HfHubHTTPError as error:
             status = error.response.status_code if error.response is not None else 599
-            wait = error.response.headers.get("Retry-After", "") if error.response is not None else ""
-            raise_for(status, origin, what, wait=float(wait) if wait.isdigit() else None)
-            raise Transient(f"{origin} answers {status}") from error
+            wait = error.response.headers.get("Retry-After") if error.response is not None else None
+            raise fault_of(status, origin, what, wait) from error
         except (OSError, _http_error()) as error:
             raise Transient(f"{origin}: {type(error).__name__}: {str(error)[:160]}") from error
 
@@ -139,9 +122,10 @@ class Hub:
         """Fill the sink, by xet where that is wanted and nothing is there yet, else by http."""
         if self._xet_wanted(entry, sink):
             self._by_xet(entry, sink)
-        self._fetcher.fetch(entry, sink, lambda group: self._locate(entry, group))
+        super().fetch(entry, sink)
 
-    def _locate(self, entry: File, group: int) -> Location:
+    def locate(self, entry: File, group: int) -> Location:
+        """Where the endpoint, or in later groups the mirror, sends us for the file."""
         chosen = (self._preferred + group) % len(self._candidates)
         endpoint = self._candidates[chosen]
         metadata, origin = self._metadata(entry, endpoint)
@@ -153,8 +137,7 @@ class Hub:
     def _metadata(self, entry: File, endpoint: str | None) -> tuple[Any, str]:
         """The client's HEAD of a file: where it is, and whether it is the revision's."""
         url = self._client.hf_hub_url(self.source.repository, entry.path, revision=self.revision, endpoint=endpoint)
-        parts = urlsplit(url)
-        origin = f"{parts.scheme}://{parts.netloc}"
+        origin = origin_of(url)
         metadata = self._translated(
             lambda: self._client.get_hf_file_metadata(
                 url, token=self._token_for(endpoint) or False, timeout=CONNECT_TIMEOUT, endpoint=endpoint
@@ -173,15 +156,8 @@ class Hub:
             )
         return metadata, origin
 
-    def probe(self, entry: File) -> float:
-        """Bytes a second of one connection."""
-        try:
-            return self._fetcher.probe(self._locate(entry, 0), PROBE_BYTES, PROBE_SECONDS)
-        except Transient:
-            return 0.0
-
     def _xet_wanted(self, entry: File, sink: Sink) -> bool:
-        if self.source.transfer == "http" or self._order.bandwidth_limit or sink.offset:
+        if self.source.transfer == "http" or self.order.bandwidth_limit or sink.offset:
             return False
         if entry.size < XET_FROM or self._xet_failures >= XET_ERRORS or find_spec("hf_xet") is None:
             return False
@@ -201,21 +177,25 @@ class Hub:
             "path": entry.path,
             "directory": str(directory),
         }
-        reason = run_watched(
-            request,
-            directory,
-            entry.size,
-            stall=self._order.stall,
-            progress=self._progress,
-            stop=self._stop,
+        directory.mkdir(parents=True, exist_ok=True)
+        code, reason, grown = follow(
+            own_process("rigctl.checkpoints.xet"),
+            lambda: allocated(place for _, place in walk(directory)),
+            self.progress,
+            self.stop,
+            given=json.dumps(request).encode(),  # the token is in no file and no list of processes
+            stall=self.order.stall,
+            variables={"HF_HOME": str(directory / ".home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
         )
+        self.progress.advance(-grown)
         fetched = directory / entry.path
-        if reason is None and fetched.is_file() and fetched.stat().st_size == entry.size:
+        if code == 0 and fetched.is_file() and fetched.stat().st_size == entry.size:
             fetched.replace(sink.part)
             sink.reload()
         else:
             self._xet_failures += 1
-            self._progress.event(f"{entry.path}: chunked transfer failed ({reason}); http takes over", retry=True)
+            why = reason[-1][:200]
+            self.progress.event(f"{entry.path}: chunked transfer failed ({why}); http takes over", retry=True)
         remove_tree(directory)
 
 
@@ -231,62 +211,3 @@ def _http_error() -> type[Exception]:
             found: type[Exception] = __import__(name).HTTPError
             return found
     return ConnectionError
-
-
-def run_watched(  # noqa: PLR0913 what a watched child needs
-    request: dict[str, Any],
-    directory: Path,
-    size: int,
-    *,
-    stall: float,
-    progress: Progress,
-    stop: threading.Event,
-) -> str | None:
-    """Run the chunked transfer in a child; None if it ended well, else why not. The token goes by stdin."""
-    directory.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "HF_HOME": str(directory / ".home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    child = subprocess.Popen(
-        own_process("rigctl.checkpoints.xet"),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env=environment,
-        start_new_session=True,
-    )
-    if child.stdin is None or child.stderr is None:
-        raise RigctlError("the chunked transfer has no pipes to its child")
-    child.stdin.write(json.dumps(request))
-    child.stdin.close()
-    counted, moved = 0, time.monotonic()
-    try:
-        while child.poll() is None:
-            if stop.wait(0.2):
-                raise Cancelled("stopped during the chunked transfer")
-            grown = min(_allocated(directory), size)
-            if grown > counted:
-                progress.advance(grown - counted)
-                counted, moved = grown, time.monotonic()
-            if time.monotonic() - moved > stall:
-                return f"no byte for {stall:.0f} s"
-        if child.returncode == 0:
-            return None
-        return (child.stderr.read().strip().splitlines() or [f"exit code {child.returncode}"])[-1][:200]
-    finally:
-        progress.advance(-counted)
-        if child.poll() is None:
-            child.kill()
-        child.wait()
-        child.stderr.close()
-
-
-def _allocated(directory: Path) -> int:
-    total = 0
-    for place, _, files in os.walk(directory):
-        for name in files:
-            try:
-                total += (Path(place) / name).stat().st_blocks * 512
-            except FileNotFoundError:
-                continue
-    return total

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rigctl.contract.manifest import safe_relative
@@ -29,18 +31,19 @@ def make_parents(root: Path, relative: str) -> Path:
 
 
 def remove_tree(directory: Path) -> None:
-    """Remove a directory of our own making."""
-    for place, names, files in os.walk(directory, topdown=False):
-        for name in files:
-            (Path(place) / name).unlink(missing_ok=True)
-        for name in names:
-            child = Path(place) / name
-            if child.is_symlink():
-                child.unlink()
-            else:
-                child.rmdir()
+    """Remove a directory of our own making, if it is there; links in it are not followed."""
     if directory.is_dir():
-        directory.rmdir()
+        shutil.rmtree(directory)
+
+
+def allocated(places: Iterable[Path]) -> int:
+    """Bytes that files have on the disk by now; one that is not there, or not any more, has none."""
+    total = 0
+    for place in places:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            status = place.stat()
+            total += min(status.st_blocks * 512, status.st_size)
+    return total
 
 
 def walk(root: Path) -> Iterator[tuple[str, Path]]:

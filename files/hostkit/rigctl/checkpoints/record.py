@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,6 @@ class Record:
     damaged: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The form on disk."""
         content = {key: value for key, value in vars(self).items() if key not in ("manifest", "seen")}
         return {
             "format": FORMAT,
@@ -133,8 +131,3 @@ def from_environment() -> State:
     """The state directory: $RIGCTL_CHECKPOINTS, systemd's $STATE_DIRECTORY, or the default."""
     chosen = os.environ.get("RIGCTL_CHECKPOINTS")
     return State(Path(chosen)) if chosen else State()
-
-
-def now() -> float:
-    """Seconds since 1970."""
-    return time.time()

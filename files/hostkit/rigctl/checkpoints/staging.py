@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import grp
+import contextlib
 import os
-import pwd
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rigctl.checkpoints import record as records
 from rigctl.checkpoints import structure, verify
 from rigctl.checkpoints.http import GaveUp, Refused, UnansweredError
 from rigctl.checkpoints.paths import make_parents, remove_tree
 from rigctl.checkpoints.progress import Progress, human_bytes, human_seconds
-from rigctl.checkpoints.record import Record, State
+from rigctl.checkpoints.record import Record, State, quick_report
 from rigctl.checkpoints.sink import DiskFull, Limiter, Sink, SourceWrong, disk_error
 from rigctl.checkpoints.sources import FileSource, TreeSource, open_source
 from rigctl.checkpoints.verify import Cancelled, FileHasher, Report, Seen
@@ -57,11 +56,9 @@ class Plan:
         return self.bytes_total - self.bytes_here
 
     def to_json(self) -> dict[str, Any]:
-        """For --json."""
         return {**vars(self), "bytes_needed": self.bytes_needed}
 
     def line(self) -> str:
-        """For people."""
         pace = f"{human_bytes(self.rate)}/s" if self.rate else "not measured"
         return (
             f"{self.name}: {self.files} files, {human_bytes(self.bytes_total)} from {self.source}"
@@ -81,33 +78,33 @@ class Outcome:
 
 
 class Job:
-    """One run of staging or repair for one order. Call under `run`; `stop` ends it within a block."""
+    """One run of staging, adoption or repair for one order; `stop` ends it within a block."""
 
     def __init__(self, order: CheckpointJob, state: State, progress: Progress, stop: threading.Event) -> None:
         self.order = order
         self.state = state
         self.progress = progress
         self.stop = stop
-        self.destination = directory_of(order)
+        try:
+            # A link stays a link, the directory it leads to is filled.
+            self.destination = Path(order.destination).resolve()
+        except (RuntimeError, OSError) as error:
+            raise RigctlError(f"{order.destination} cannot be resolved: {error}") from error
         self.workplace = Workplace(self.destination)
         self._limiter = Limiter(order.bandwidth_limit)
-        self._abort = threading.Event()
         self._line_is_down = threading.Event()
         self._replaces = False
-        self._source: FileSource | TreeSource | None = None
 
-    @property
+    @cached_property
     def source(self) -> FileSource | TreeSource:
         """The order's source, opened once it is needed."""
-        if self._source is None:
-            self._source = open_source(self.order, self.progress, self._abort)
-        return self._source
+        return open_source(self.order, self.progress, self.stop)
 
     # -- staging -------------------------------------------------------------------------------------------
 
     def stage(self) -> Outcome:
         """Stage, adopt or confirm; see docs/reference/checkpoints.md for what happens to a directory that is there."""
-        with locked(self.state, self.order.name, self.destination), self._stopping():
+        with locked(self.state, self.order.name, self.destination):
             self._finish_publication()
             known = self._known()
             if known is not None:
@@ -115,9 +112,6 @@ class Job:
             if not self._replaces and self._occupied():
                 return self._take_what_is_there()
             return self._fetch_and_publish()
-
-    def _stopping(self) -> _Forward:
-        return _Forward(self.stop, self._abort)
 
     def _finish_publication(self) -> None:
         record = self.workplace.unfinished()
@@ -150,7 +144,7 @@ class Job:
                 f"{wanted}: give the new revision another directory, set replace (what was staged by this "
                 "program only), or move the old one away and forget it; nothing was touched"
             )
-        report = records.quick_report(record)
+        report = quick_report(record)
         if not report.complete:
             raise RigctlError(
                 f"{self.destination} is not as it was proved:\n  " + "\n  ".join(report.lines()[:20]) + "\n"
@@ -162,14 +156,15 @@ class Job:
 
     def _wanted_instead(self, record: Record) -> str | None:
         """What the spec wants, if that is not what the record has."""
-        wanted = self._pinned_manifest()
+        wanted = self._pinned()
         if wanted is not None and not wanted.describes(record.manifest):
             return wanted.revision or "another content"
         if record.origin == "adopted" and record.manifest.revision is None:
             return None  # taken as it lay, without a source to compare with
         return self.order.revision if self.order.revision != record.manifest.revision else None
 
-    def _pinned_manifest(self) -> Manifest | None:
+    def _pinned(self) -> Manifest | None:
+        """The pinned manifest's part that the entry wants."""
         if self.order.manifest is None:
             return None
         manifest = Manifest.read(Path(self.order.manifest))
@@ -178,19 +173,14 @@ class Job:
                 f"{self.order.manifest} is of revision {manifest.revision}, the spec pins {self.order.revision}: "
                 "pin again to write the right manifest"
             )
-        return self._selected(manifest)
-
-    def _selected(self, manifest: Manifest) -> Manifest:
-        """The entry's files, with the digests that the entry knows of them."""
         return manifest.wanted(self.order.source, self.order.digests)
 
-    def _manifest(self, source: FileSource | TreeSource | None = None) -> Manifest | None:
+    def manifest(self, source: FileSource | TreeSource | None = None) -> Manifest | None:
         """The pinned manifest, or what the source lists; None where only the finished files tell."""
-        pinned = self._pinned_manifest()
-        if pinned is not None:
+        if (pinned := self._pinned()) is not None:
             return pinned
         listed = (source or self.source).listing()
-        return self._selected(listed) if listed is not None else None
+        return listed.wanted(self.order.source, self.order.digests) if listed is not None else None
 
     def _occupied(self) -> bool:
         """Whether the destination holds anything that is not ours to replace."""
@@ -212,23 +202,19 @@ class Job:
         # A directory that is its own source is adopted too: nothing can be copied onto itself.
         is_itself = isinstance(source, LocalSource) and Path(source.path).resolve() == self.destination
         if is_itself or isinstance(source, DirectorySource):
-            return Outcome("adopted", True, adopt_as_it_is(self.order, self.state, self.destination, self._read))
+            return self._adopt_as_it_is()
         # Adopting needs no line: the client's own retries (half a minute) are patience enough.
         hasty = self.order.model_copy(update={"retries": 0})
         try:
-            manifest = self._manifest(open_source(hasty, self.progress, self._abort))
+            manifest = self.manifest(open_source(hasty, self.progress, self.stop))
         except (UnansweredError, Refused) as error:
             return self._take_uncompared(error)
         if manifest is None:
             raise RigctlError(f"{self.destination} is not empty and its source has no manifest: adopt it instead")
-        sizes = by_size(self.destination, manifest)
+        sizes = verify.quick(self.destination, manifest, None)
         if not sizes.complete:
-            raise RigctlError(half_copied(self.destination, manifest, sizes))
-        self.progress.phase, self.progress.total = "verify", manifest.total
-        report = verify.full(self.destination, manifest, advance=self._read, stop=self._abort)
-        if not report.complete:
-            raise RigctlError(half_copied(self.destination, manifest, report))
-        return Outcome("adopted", True, adopt(self.order, self.state, self.destination, manifest, report))
+            raise half_copied(self.destination, manifest, sizes)
+        return self._adopt_proved(manifest)
 
     def _take_uncompared(self, why: RigctlError) -> Outcome:
         """Adopt what is loadable by its own headers, index and code files when nobody tells what it shall be."""
@@ -242,7 +228,54 @@ class Job:
                 "away, or complete it with `rigctl checkpoints repair --in-place` once the source answers."
             )
         self.progress.event(f"taken as it lies, not compared with its source: {why}")
-        return Outcome("adopted", True, adopt_as_it_is(self.order, self.state, self.destination, self._read))
+        return self._adopt_as_it_is()
+
+    def adopt(self) -> Outcome:
+        """Adopt what is at the destination: against its manifest, or, where it has none, by making one."""
+        if not self.destination.is_dir():
+            raise RigctlError(f"{self.destination} does not exist: stage it instead")
+        with locked(self.state, self.order.name, self.destination):
+            manifest = self._pinned()
+            return self._adopt_as_it_is() if manifest is None else self._adopt_proved(manifest)
+
+    def _adopt_proved(self, manifest: Manifest) -> Outcome:
+        report = self._verified(manifest)
+        if not report.complete:
+            raise half_copied(self.destination, manifest, report)
+        return Outcome("adopted", True, self._recorded("adopted", manifest, report))
+
+    def _adopt_as_it_is(self) -> Outcome:
+        """Adopt a directory that nothing but itself describes, such as one's own training output."""
+        started = time.monotonic()
+        self.progress.phase = "verify"
+        name = f"adopted:{self.destination}"
+        made, seen = verify.manifest_of(self.destination, name, self.order.source.selects, advance=self._read)
+        report = Report(len(seen), made.total, time.monotonic() - started, seen=seen)
+        return Outcome("adopted", True, self._recorded("adopted", made, report))
+
+    def _verified(self, manifest: Manifest) -> Report:
+        self.progress.phase, self.progress.total = "verify", manifest.total
+        return verify.full(self.destination, manifest, advance=self._read, stop=self.stop)
+
+    def _record(self, origin: str, manifest: Manifest, report: Report) -> Record:
+        return Record(
+            name=self.order.name,
+            path=str(self.destination),
+            origin=origin,
+            manifest=manifest,
+            seen=report.seen,
+            verified_at=time.time(),
+            verified_seconds=round(report.seconds, 3),
+            kind=self.order.role,
+            read_only=origin == "staged" and self.order.read_only,
+        )
+
+    def _recorded(self, origin: str, manifest: Manifest, report: Report) -> Record:
+        """The record of what lies at the destination, which stays exactly as it is."""
+        record = self._record(origin, manifest, report)
+        record.foreign = verify.foreign_files(self.destination, manifest)
+        self.state.save(record)
+        return record
 
     def _read(self, count: int) -> None:
         self.progress.advance(count, fetched=False)
@@ -255,14 +288,14 @@ class Job:
         free, inodes = free_space(self.destination.parent)
         needed = manifest.total - here
         rate: float | None = self.order.bandwidth_limit
-        if rate is None and probe and needed >= PROBE_FROM and hasattr(self.source, "probe"):
+        if rate is None and probe and needed >= PROBE_FROM and isinstance(self.source, FileSource):
             # one connection is the lower bound: the workers share the line, they do not slow each other first
             largest = max(manifest.files, key=lambda entry: entry.size)
             rate = self.source.probe(largest) or None
         return Plan(
             name=self.order.name,
             destination=str(self.destination),
-            source=self.source.describe(),
+            source=self.source.name,
             revision=manifest.revision,
             bytes_total=manifest.total,
             bytes_here=here,
@@ -289,49 +322,28 @@ class Job:
             )
 
     def _fetch_and_publish(self) -> Outcome:
-        uid, gid = owner_ids(self.order)
-        manifest = self._manifest()
+        manifest = self.manifest()
         if manifest is not None:
             plan = self.plan(manifest)
             self.progress.event(plan.line().removeprefix(f"{plan.name}: "))
             self.refuse_without_space(plan)
-        self._begin(manifest, uid, gid)
+        self._begin(manifest)
         started = time.monotonic()
         manifest, seen = self._fetch(manifest)
         self.progress.phase = "publish"
         self._check_structure()
-        record = Record(
-            name=self.order.name,
-            path=str(self.destination),
-            origin="staged",
-            manifest=manifest,
-            seen=seen,
-            verified_at=records.now(),
-            verified_seconds=round(time.monotonic() - started, 3),
-            kind=self.order.role,
-            read_only=self.order.read_only,
-        )
-        self.workplace.publish(record, uid, gid, replace=self._replaces)
+        record = self._record("staged", manifest, Report(seen=seen, seconds=time.monotonic() - started))
+        self.workplace.publish(record, replace=self._replaces)
         close(self.destination, record.read_only)
         self.state.save(record)
         self.workplace.remove()
         return Outcome("staged", True, record)
 
-    def _begin(self, manifest: Manifest | None, uid: int, gid: int) -> None:
+    def _begin(self, manifest: Manifest | None) -> None:
         try:
             self.workplace.begin(manifest)
         except OSError as error:
             raise disk_error(error, str(self.workplace.root)) from error
-        if (uid, gid) == (-1, -1):
-            return
-        try:
-            os.chown(self.workplace.tree, uid, gid)
-            os.chown(self.workplace.tree, os.geteuid(), os.getegid())
-        except PermissionError as error:
-            raise RigctlError(
-                f"files in {self.destination.parent} cannot be given to {self.order.owner}:{self.order.group} "
-                "(NFS with root squash?): leave owner and group out of this checkpoint's entry"
-            ) from error
 
     def _fetch(self, manifest: Manifest | None) -> tuple[Manifest, dict[str, Seen]]:
         """Fill the workplace's tree; (what it is, what stat said of each file)."""
@@ -339,48 +351,45 @@ class Job:
         if manifest is not None:
             self.progress.total, self.progress.files_total = manifest.total, len(manifest.files)
         source = self.source
-        if hasattr(source, "fetch"):
-            if manifest is None:
-                raise RigctlError(f"{self.destination}: its source has listed no files")
-            return manifest, self._fetch_files(manifest.files)
         if manifest is None:
+            if isinstance(source, FileSource):
+                raise RigctlError(f"{self.destination}: its source has listed no files")
             return self._generate(source)
+        if isinstance(source, FileSource):
+            return manifest, self._pool(manifest.files, source)
         return manifest, self._fetch_tree(source, manifest.files)
 
-    def _fetch_files(self, entries: Sequence[File]) -> dict[str, Seen]:
+    def _pool(self, entries: Sequence[File], source: FileSource) -> dict[str, Seen]:
         """All entries by a pool of workers; smallest first, so that a refused token shows soon."""
-        return self._pool(entries, self._fetch_file)
-
-    def _pool(self, entries: Sequence[File], work: Callable[[File], Seen]) -> dict[str, Seen]:
         seen: dict[str, Seen] = {}
         faults: list[RigctlError] = []
         with ThreadPoolExecutor(self.order.workers, thread_name_prefix="fetch") as pool:
             ordered = sorted(entries, key=lambda entry: (entry.size, entry.path))
-            futures = {pool.submit(self._guarded, work, entry): entry for entry in ordered}
+            futures = {pool.submit(self._guarded, source, entry): entry for entry in ordered}
             for future in as_completed(futures):
                 try:
                     seen[futures[future].path] = future.result()
                 except RigctlError as error:
                     faults.append(error)
                 except BaseException:
-                    self._abort.set()
+                    self.stop.set()
                     raise
         if faults:
-            raise summary(faults, self.workplace.root, stopped=self.stop.is_set())
+            raise summary(faults, self.workplace.root)
         return seen
 
-    def _guarded(self, work: Callable[[File], Seen], entry: File) -> Seen:
+    def _guarded(self, source: FileSource, entry: File) -> Seen:
         """Run one file's work; a fault that every other file would meet as well stops them all."""
-        if self._abort.is_set() or self._line_is_down.is_set():
-            raise Cancelled("stopped; what is fetched is kept for the next run")
+        if self.stop.is_set() or self._line_is_down.is_set():
+            raise Cancelled
         self.progress.file_starts(entry.path, entry.size)
         right = False
         try:
-            seen = work(entry)
+            seen = self._fetch_file(source, entry)
             right = True
             return seen
         except OSError as error:
-            self._abort.set()
+            self.stop.set()
             raise disk_error(error, entry.path) from error
         except GaveUp:
             # files that are under way may still come; to cut them off would waste what is on its way
@@ -388,21 +397,18 @@ class Job:
             raise
         except Exception as error:
             if not isinstance(error, WrongBytes | SourceWrong):
-                self._abort.set()
+                self.stop.set()
             raise
         finally:
             self.progress.file_ends(entry.path, right=right)
 
-    def _fetch_file(self, entry: File) -> Seen:
+    def _fetch_file(self, source: FileSource, entry: File) -> Seen:
         done = self.workplace.proved(entry)
         if done is not None:
             self.progress.advance(entry.size, fetched=False)
             return done
-        source = self.source
-        if not hasattr(source, "fetch"):
-            raise RigctlError(f"{self.destination}: its source hands out whole trees alone, not single files")
         part = self.workplace.part(entry)
-        with Sink(part, entry, self.progress, self._limiter, self._abort) as sink:
+        with Sink(part, entry, self.progress, self._limiter, self.stop) as sink:
             for _ in range(2):
                 source.fetch(entry, sink)
                 digest = sink.finish()
@@ -410,7 +416,7 @@ class Job:
                     return self.workplace.accept(entry, part)
                 sink.restart(f"its bytes have {digest}, the manifest says {entry.digest()}")
         raise WrongBytes(
-            f"{entry.path}: {source.describe()} sends {digest}, the manifest says {entry.digest()}, twice: "
+            f"{entry.path}: {source.name} sends {digest}, the manifest says {entry.digest()}, twice: "
             "the source is damaged or not at this revision; nothing of this file is kept"
         )
 
@@ -427,23 +433,19 @@ class Job:
                 left = self._prove(incoming, left, seen)
         if left:
             raise WrongBytes(
-                f"{left[0].path} and {len(left) - 1} more: {source.describe()} sends other bytes than the "
+                f"{left[0].path} and {len(left) - 1} more: {source.name} sends other bytes than the "
                 "manifest says, twice; nothing of them is kept"
             )
         remove_tree(incoming)
         return seen
 
     def _take_proved(self, entries: Sequence[File], seen: dict[str, Seen]) -> list[File]:
-        left = []
         for entry in entries:
-            done = self.workplace.proved(entry)
-            if done is None:
-                left.append(entry)
-            else:
+            if (done := self.workplace.proved(entry)) is not None:
                 seen[entry.path] = done
                 self.progress.advance(entry.size, fetched=False)
                 self.progress.files_done += 1
-        return left
+        return [entry for entry in entries if entry.path not in seen]
 
     def _drop_too_long(self, incoming: Path, entries: Sequence[File]) -> None:
         for entry in entries:
@@ -456,7 +458,7 @@ class Job:
     def _prove(self, incoming: Path, entries: Sequence[File], seen: dict[str, Seen]) -> list[File]:
         """Move right files into the tree, remove wrong ones; the entries that are still to be had."""
         wrong = []
-        report = verify.full(incoming, replace_files(entries), stop=self._abort)
+        report = verify.full(incoming, selection(entries), stop=self.stop)
         for entry in entries:
             if entry.path in report.seen:
                 seen[entry.path] = self.workplace.accept(entry, incoming / entry.path)
@@ -476,8 +478,8 @@ class Job:
         remove_tree(self.workplace.tree)
         source.fill(self.workplace.tree, ())
         if not self.workplace.tree.is_dir():
-            raise SourceWrong(f"{source.describe()} ended well, but made no directory")
-        made, seen = verify.manifest_of(self.workplace.tree, source.describe(), revision=self.order.revision)
+            raise SourceWrong(f"{source.name} ended well, but made no directory")
+        made, seen = verify.manifest_of(self.workplace.tree, source.name, revision=self.order.revision)
         self.progress.total = self.progress.done = made.total
         self.progress.files_total = self.progress.files_done = len(made.files)
         return made, seen
@@ -495,7 +497,7 @@ class Job:
 
     def repair(self, *, in_place: bool) -> Outcome:
         """Fetch what is wrong or missing in the destination, nothing else; each file is replaced whole."""
-        with locked(self.state, self.order.name, self.destination), self._stopping():
+        with locked(self.state, self.order.name, self.destination):
             record = self.state.load(self.order.name)
             origin = record.origin if record is not None else "adopted"
             if origin == "adopted" and not in_place:
@@ -505,45 +507,27 @@ class Job:
                 )
             if not self.destination.is_dir():
                 raise RigctlError(f"{self.destination} does not exist: stage it instead")
-            manifest = record.manifest if record is not None else self._manifest()
+            manifest = record.manifest if record is not None else self.manifest()
             if manifest is None:
                 raise RigctlError(f"{self.order.name}: its source has no manifest, there is nothing to repair from")
-            return self._repair(manifest, origin, record)
+            report = self._verified(manifest)
+            wrong = [entry for entry in manifest.files if entry.path not in report.seen]
+            if wrong:
+                for text in report.lines():
+                    self.progress.event(text)
+                report.seen.update(self._replace(wrong, read_only=record is not None and record.read_only))
+            found = self._recorded(origin, manifest, report)
+            return Outcome("repaired" if wrong else "present", bool(wrong), found)
 
-    def _repair(self, manifest: Manifest, origin: str, old: Record | None) -> Outcome:
-        self.progress.phase, self.progress.total = "verify", manifest.total
-        report = verify.full(self.destination, manifest, advance=self._read, stop=self._abort)
-        wrong = [entry for entry in manifest.files if entry.path not in report.seen]
-        if wrong:
-            for text in report.lines():
-                self.progress.event(text)
-            report.seen.update(self._replace(wrong, origin, read_only=old is not None and old.read_only))
-        foreign = verify.foreign_files(self.destination, manifest)
-        record = Record(
-            name=self.order.name,
-            path=str(self.destination),
-            origin=origin,
-            manifest=manifest,
-            seen=report.seen,
-            verified_at=records.now(),
-            verified_seconds=report.seconds,
-            kind=self.order.role,
-            read_only=origin == "staged" and self.order.read_only,
-            foreign=foreign,
-        )
-        self.state.save(record)
-        return Outcome("repaired" if wrong else "present", bool(wrong), record)
-
-    def _replace(self, wrong: Sequence[File], origin: str, *, read_only: bool) -> dict[str, Seen]:
+    def _replace(self, wrong: Sequence[File], *, read_only: bool) -> dict[str, Seen]:
         """Fetch the wrong files beside the destination and move each into it."""
-        part = replace_files(wrong)
-        uid, gid = owner_ids(self.order) if origin == "staged" else (-1, -1)
+        part = selection(wrong)
         self.progress.done = 0
         self.refuse_without_space(self.plan(part, probe=False))
-        self._begin(part, uid, gid)
-        _, _ = self._fetch(part)
+        self._begin(part)
+        self._fetch(part)
         seen = {}
-        settle(self.workplace.tree, read_only, uid, gid)
+        settle(self.workplace.tree, read_only)
         for entry in wrong:
             place = self.destination / entry.path
             with writable(place.parent, self.destination):
@@ -554,66 +538,38 @@ class Job:
         return seen
 
 
-class _Forward:
-    """Passes the outer stop on to the workers for as long as the block runs."""
-
-    def __init__(self, outer: threading.Event, inner: threading.Event) -> None:
-        self._outer = outer
-        self._inner = inner
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.is_set():
-            if self._outer.wait(0.1):
-                self._inner.set()
-                return
+@contextlib.contextmanager
+def writable(place: Path, top: Path) -> Iterator[None]:
+    """The directories from `top` down to `place` have their write bit within, and their own mode afterwards."""
+    inner = [item for item in (place, *place.parents) if item.is_dir() and (item == top or top in item.parents)]
+    modes = {item: item.stat().st_mode & 0o7777 for item in reversed(inner)}
+    closed = {item: mode for item, mode in modes.items() if not mode & 0o200}
+    try:
+        for item, mode in closed.items():
+            item.chmod(mode | 0o200)
+        yield
+    finally:
+        for item, mode in closed.items():
+            item.chmod(mode)
 
 
-class writable:
-    """The directories from `top` down to `place` with their write bit, put back as they were afterwards."""
-
-    def __init__(self, place: Path, top: Path) -> None:
-        inner = [place, *place.parents]
-        self._places = [item for item in inner if item.is_dir() and (item == top or top in item.parents)]
-        self._modes: dict[Path, int] = {}
-
-    def __enter__(self) -> None:
-        for place in reversed(self._places):
-            mode = place.stat().st_mode & 0o7777
-            if not mode & 0o200:
-                self._modes[place] = mode
-                place.chmod(mode | 0o200)
-
-    def __exit__(self, *_: object) -> None:
-        for place, mode in self._modes.items():
-            place.chmod(mode)
-
-
-def replace_files(entries: Sequence[File]) -> Manifest:
+def selection(entries: Sequence[File]) -> Manifest:
     """A manifest of just these entries."""
     return Manifest.listed("selection", None, entries)
 
 
-def summary(faults: Sequence[RigctlError], kept: Path, *, stopped: bool) -> RigctlError:
+def summary(faults: Sequence[RigctlError], kept: Path) -> RigctlError:
     """One error for all: the causes first, without the workers that were only told to stop."""
     causes = [fault for fault in faults if not isinstance(fault, Cancelled)]
-    if not causes or (stopped and not causes):
-        return Cancelled(f"stopped; what is fetched is kept in {kept} for the next run")
-    full = [fault for fault in causes if isinstance(fault, DiskFull)]
-    if full:
-        free, _ = free_space(kept)
-        return DiskFull(
-            f"the disk is full: {full[0]}; {human_bytes(free)} free now; what is fetched is kept in {kept}, "
-            "make room and run the job again"
-        )
+    if not causes:
+        return Cancelled(str(kept))
+    for fault in causes:
+        if isinstance(fault, DiskFull):
+            free, _ = free_space(kept)
+            return DiskFull(
+                f"the disk is full: {fault}; {human_bytes(free)} free now; what is fetched is kept in {kept}, "
+                "make room and run the job again"
+            )
     texts = list(dict.fromkeys(str(fault) for fault in causes))
     if len(texts) == 1:
         return type(causes[0])(texts[0])
@@ -624,40 +580,6 @@ def free_space(place: Path) -> tuple[int, int | None]:
     """(bytes, inodes) still to be had on the file system of `place`; inodes None where not counted."""
     status = os.statvfs(place)
     return status.f_bavail * status.f_frsize, status.f_favail if status.f_files else None
-
-
-def directory_of(order: CheckpointJob) -> Path:
-    """The destination with links followed: a link stays, the directory it leads to is filled."""
-    try:
-        return Path(order.destination).resolve()
-    except (RuntimeError, OSError) as error:
-        raise RigctlError(f"{order.destination} cannot be resolved: {error}") from error
-
-
-def owner_ids(order: CheckpointJob) -> tuple[int, int]:
-    """(uid, gid) to give files to, -1 for unchanged; names or numbers."""
-    try:
-        user, group = order.owner, order.group
-        uid = -1 if user is None else int(user) if user.isdigit() else pwd.getpwnam(user).pw_uid
-        gid = -1 if group is None else int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
-    except KeyError as error:
-        raise RigctlError(f"{order.name}: {error.args[0]}; create the user first") from error
-    if os.geteuid() != 0 and uid not in (-1, os.geteuid()):
-        raise RigctlError(f"{order.name}: only root can give files to {order.owner}")
-    return uid, gid
-
-
-def by_size(root: Path, manifest: Manifest) -> Report:
-    """What sizes alone tell of a directory, in a moment."""
-    report = Report()
-    for entry in manifest.files:
-        place = root / entry.path
-        report.checked += 1
-        if not place.is_file():
-            report.missing.append(entry.path)
-        elif place.stat().st_size != entry.size:
-            report.damaged[entry.path] = f"{place.stat().st_size} bytes, the manifest says {entry.size}"
-    return report
 
 
 def differing(root: Path, digests: Mapping[str, str]) -> list[str]:
@@ -672,63 +594,14 @@ def differing(root: Path, digests: Mapping[str, str]) -> list[str]:
     return faults
 
 
-def half_copied(root: Path, manifest: Manifest, report: Report) -> str:
+def half_copied(root: Path, manifest: Manifest, report: Report) -> RigctlError:
     """The message about a directory that is there, is not ours, and is not the checkpoint."""
     right = len(manifest.files) - len(report.missing) - len(report.damaged)
     faults = report.lines()
     more = f"\n  and {len(faults) - 10} more" if len(faults) > 10 else ""
-    return (
+    return RigctlError(
         f"{root} exists, was not made by this program and is not the whole checkpoint: {right} of "
         f"{len(manifest.files)} files fit.\n  " + "\n  ".join(faults[:10]) + more + "\n"
         "Nothing in it was touched. Move it away, complete it with `rigctl checkpoints repair --in-place`, or, if it "
         "is as you want it, take it as it lies: `source: {kind: directory}` in checkpoints.yaml."
     )
-
-
-def adopt(order: CheckpointJob, state: State, directory: Path, manifest: Manifest, report: Report) -> Record:
-    """Record a directory that was proved, and leave it exactly as it is."""
-    record = Record(
-        name=order.name,
-        path=str(directory),
-        origin="adopted",
-        manifest=manifest,
-        seen=report.seen,
-        verified_at=records.now(),
-        verified_seconds=report.seconds,
-        kind=order.role,
-        read_only=False,
-        foreign=verify.foreign_files(directory, manifest),
-    )
-    state.save(record)
-    return record
-
-
-def adopt_directory(order: CheckpointJob, state: State, progress: Progress) -> Record:
-    """Adopt what is at the destination: against its manifest, or, where it has none, by making one."""
-    directory = directory_of(order)
-    if not directory.is_dir():
-        raise RigctlError(f"{directory} does not exist: stage it instead")
-
-    def read(count: int) -> None:
-        progress.advance(count, fetched=False)
-
-    progress.phase = "verify"
-    with locked(state, order.name, directory):
-        job = Job(order, state, progress, threading.Event())
-        manifest = job._pinned_manifest()
-        if manifest is None:
-            return adopt_as_it_is(order, state, directory, read)
-        progress.total = manifest.total
-        report = verify.full(directory, manifest, advance=read)
-        if not report.complete:
-            raise RigctlError(half_copied(directory, manifest, report))
-        return adopt(order, state, directory, manifest, report)
-
-
-def adopt_as_it_is(order: CheckpointJob, state: State, directory: Path, advance: Callable[[int], None]) -> Record:
-    """Adopt a directory that nothing but itself describes, such as one's own training output."""
-    started = time.monotonic()
-    source = f"adopted:{directory}"
-    made, seen = verify.manifest_of(directory, source, order.source.selects, advance=advance)
-    report = Report(len(seen), made.total, time.monotonic() - started, seen=seen)
-    return adopt(order, state, directory, made, report)

@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +55,6 @@ class Seen:
 
     @classmethod
     def of(cls, status: os.stat_result) -> Seen:
-        """From a stat result."""
         return cls(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
@@ -77,7 +76,6 @@ class Report:
         return not self.damaged and not self.missing
 
     def to_json(self) -> dict[str, Any]:
-        """For --json and records."""
         return {
             "complete": self.complete,
             "checked": self.checked,
@@ -89,7 +87,6 @@ class Report:
         }
 
     def lines(self) -> list[str]:
-        """One line a fault, for people."""
         return (
             [f"damaged: {path}: {reason}" for path, reason in sorted(self.damaged.items())]
             + [f"missing: {path}" for path in sorted(self.missing)]
@@ -100,10 +97,13 @@ class Report:
 class Cancelled(RigctlError):
     """The job was told to stop."""
 
+    def __init__(self, kept: str = "") -> None:
+        super().__init__(f"stopped; what is fetched is kept{kept and ' in '}{kept} for the next run")
 
-def cores() -> int:
-    """CPUs this process may use."""
-    return len(os.sched_getaffinity(0))
+
+def pool(name: str) -> ThreadPoolExecutor:
+    """A thread for each CPU that this process may use."""
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix=name)
 
 
 def hash_file(
@@ -134,7 +134,6 @@ def full(
     root: Path,
     manifest: Manifest,
     *,
-    threads: int | None = None,
     advance: Callable[[int], None] | None = None,
     stop: threading.Event | None = None,
 ) -> Report:
@@ -146,7 +145,7 @@ def full(
 
     def step(count: int) -> None:
         if stop is not None and stop.is_set():
-            raise Cancelled("verification was stopped")
+            raise Cancelled
         if advance:
             advance(count)
 
@@ -156,9 +155,8 @@ def full(
         with lock:
             _note(report, entry, fault, seen)
 
-    with ThreadPoolExecutor(threads or cores(), thread_name_prefix="verify") as pool:
-        for _ in pool.map(check, entries):
-            pass
+    with pool("verify") as threads:
+        list(threads.map(check, entries))
     report.seconds = time.monotonic() - started
     return report
 
@@ -195,33 +193,36 @@ def _note(report: Report, entry: File, fault: str | None, seen: Seen | None) -> 
         report.bytes += entry.size
 
 
-def quick(root: Path, manifest: Manifest, seen: dict[str, Seen]) -> Report:
-    """Compare size, mtime and inode with those of the last full verification; reads no content."""
+def quick(root: Path, manifest: Manifest, seen: Mapping[str, Seen] | None) -> Report:
+    """Compare size, mtime and inode with those of the last full verification; reads no content.
+
+    seen: None compares sizes alone.
+    """
     started = time.monotonic()
     report = Report()
     for entry in manifest.files:
-        fault, now = _quick_file(root / entry.path, entry, seen.get(entry.path))
+        now = None
+        try:
+            now = Seen.of((root / entry.path).stat())
+            fault = _difference(now, entry, seen)
+        except (FileNotFoundError, NotADirectoryError):
+            fault = "missing"
+        except OSError as error:
+            fault = str(error)
         _note(report, entry, fault, now)
     report.seconds = time.monotonic() - started
     return report
 
 
-def _quick_file(place: Path, entry: File, known: Seen | None) -> tuple[str | None, Seen | None]:
-    try:
-        status = place.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return "missing", None
-    except OSError as error:
-        return str(error), None
-    now = Seen.of(status)
-    if known is None:
-        return "never verified", None
+def _difference(now: Seen, entry: File, seen: Mapping[str, Seen] | None) -> str | None:
     if now.size != entry.size:
-        return f"{now.size} bytes, the manifest says {entry.size}", None
+        return f"{now.size} bytes, the manifest says {entry.size}"
+    if seen is None:
+        return None
+    if (known := seen.get(entry.path)) is None:
+        return "never verified"
     changed = [name for name in ("size", "mtime_ns", "inode") if getattr(now, name) != getattr(known, name)]
-    if changed:
-        return f"{', '.join(changed)} changed since the last full verification", None
-    return None, now
+    return f"{', '.join(changed)} changed since the last full verification" if changed else None
 
 
 def foreign_files(root: Path, manifest: Manifest) -> list[str]:
@@ -252,7 +253,7 @@ def manifest_of(
         digest, status = hash_file(place, FileHasher("sha256", 0), advance)
         return {"path": path, "size": status.st_size, "sha256": digest.removeprefix("sha256:")}, Seen.of(status)
 
-    with ThreadPoolExecutor(cores(), thread_name_prefix="manifest") as pool:
-        results = list(pool.map(entry, chosen))
+    with pool("manifest") as threads:
+        results = list(threads.map(entry, chosen))
     manifest = Manifest.listed(source, revision, [made for made, _ in results])
     return manifest, {made["path"]: seen for made, seen in results}

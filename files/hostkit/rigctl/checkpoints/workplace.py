@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
-from rigctl.checkpoints.paths import inside, make_parents, remove_tree, walk
+from rigctl.checkpoints.paths import allocated, inside, make_parents, remove_tree, walk
 from rigctl.checkpoints.record import Record, State, parse
 from rigctl.checkpoints.verify import Seen, check_file
 from rigctl.contract.manifest import File, Manifest
@@ -46,14 +46,18 @@ def locked(state: State, name: str, directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock(place: Path, who: str, patience: float = 1.0) -> Iterator[None]:
+    """patience: seconds to wait, since a look by `status` holds the lock for a moment."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.open("a+", encoding="utf-8") as handle:
-        if not _acquire(handle, place, patience):
-            handle.seek(0)
-            raise Busy(
-                f"a job is running already (pid {handle.read().strip() or '?'}); "
-                "follow it with `rigctl checkpoints follow NAME`"
-            )
+        end = time.monotonic() + patience
+        while not _acquired(handle, place):
+            if time.monotonic() >= end:
+                handle.seek(0)
+                raise Busy(
+                    f"a job is running already (pid {handle.read().strip() or '?'}); "
+                    "follow it with `rigctl checkpoints follow NAME`"
+                )
+            time.sleep(0.05)
         handle.truncate(0)
         handle.write(f"{os.getpid()}: {who}")
         handle.flush()
@@ -61,19 +65,14 @@ def _lock(place: Path, who: str, patience: float = 1.0) -> Iterator[None]:
         handle.truncate(0)
 
 
-def _acquire(handle: IO[str], place: Path, patience: float) -> bool:
-    """Take the lock, waiting `patience` seconds: a look by `status` holds it for a moment."""
-    end = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError as error:
-            if error.errno != errno.EWOULDBLOCK:
-                raise RigctlError(f"lock {place}: {error.strerror}") from error
-        if time.monotonic() >= end:
-            return False
-        time.sleep(0.05)
+def _acquired(handle: IO[str], place: Path) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise RigctlError(f"lock {place}: {error.strerror}") from error
+    return True
 
 
 def is_locked(state: State, name: str) -> bool:
@@ -100,10 +99,6 @@ class Workplace:
         self._lock = threading.Lock()
         self._known: dict[str, tuple[str, Seen]] = {}
 
-    def exists(self) -> bool:
-        """Whether there is work of an earlier run."""
-        return self._owner.is_file()
-
     def begin(self, manifest: Manifest | None) -> None:
         """Make it, or take it over; files not in `manifest` are dropped. Refuses what is not ours."""
         if self.root.is_symlink() or (self.root.exists() and not self._is_ours()):
@@ -112,23 +107,20 @@ class Workplace:
         write_json(self._owner, {"owner": "rigctl checkpoints", "identity": manifest and manifest.identity()})
         self.tree.mkdir(exist_ok=True)
         self.parts.mkdir(exist_ok=True)
-        self._read_journal()
+        self._known = dict(self._proved_before())
         if manifest is not None:
             self._prune(manifest)
 
     def _is_ours(self) -> bool:
         return self.root.is_dir() and (self._owner.is_file() or not any(self.root.iterdir()))
 
-    def _read_journal(self) -> None:
-        self._known = {}
-        if not self._journal.exists():
-            return
-        for line in self._journal.read_text(encoding="utf-8").splitlines():
-            try:
+    def _proved_before(self) -> Iterator[tuple[str, tuple[str, Seen]]]:
+        text = self._journal.read_text(encoding="utf-8") if self._journal.exists() else ""
+        for line in text.splitlines():
+            # the last line of a killed run may be cut
+            with contextlib.suppress(ValueError, KeyError, TypeError):
                 item = json.loads(line)
-                self._known[item["path"]] = (item["digest"], Seen(**item["seen"]))
-            except (json.JSONDecodeError, KeyError, TypeError):
-                continue  # the last line of a killed run
+                yield item["path"], (item["digest"], Seen(**item["seen"]))
 
     def _prune(self, manifest: Manifest) -> None:
         """Drop files of another revision: parts that cannot belong to the manifest, and files not in it."""
@@ -146,12 +138,12 @@ class Workplace:
 
     def allocated(self, manifest: Manifest) -> int:
         """Bytes of the manifest's files that are on disk already, begun or proved."""
-        total = 0
-        for entry in manifest.files:
-            for place in (self.tree / entry.path, self.part(entry), self.root / "incoming" / entry.path):
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    total += min(place.stat().st_blocks * 512, entry.size)
-        return total
+        incoming = self.root / "incoming"
+        return allocated(
+            place
+            for entry in manifest.files
+            for place in (self.tree / entry.path, self.part(entry), incoming / entry.path)
+        )
 
     def proved(self, entry: File) -> Seen | None:
         """What is known of a file in the tree; one without a journal line is hashed, a wrong one removed."""
@@ -185,10 +177,10 @@ class Workplace:
             with self._journal.open("a", encoding="utf-8") as handle:
                 handle.write(line + "\n")
 
-    def publish(self, record: Record, uid: int, gid: int, *, replace: bool = False) -> None:
-        """Give the tree its owner and mode and its final name; without `replace`, nothing is replaced."""
+    def publish(self, record: Record, *, replace: bool = False) -> None:
+        """Give the tree its mode and its final name; without `replace`, nothing is replaced."""
         remove_empty_directories(self.tree)
-        settle(self.tree, record.read_only, uid, gid)
+        settle(self.tree, record.read_only)
         for directory, _, _ in os.walk(self.tree):
             sync_directory(Path(directory))
         write_json(self._record, record.to_json())
@@ -235,21 +227,15 @@ def remove_empty_directories(root: Path) -> None:
             Path(place).rmdir()
 
 
-def settle(root: Path, read_only: bool, uid: int, gid: int) -> None:
-    """Owner (-1: unchanged) and mode of what we staged: files 0444 or 0644, directories 0555 or 0755.
+def settle(root: Path, read_only: bool) -> None:
+    """Mode of what we staged: files 0444 or 0644, directories 0555 or 0755.
 
     The top directory keeps its write bit until it has its name (moving a directory needs it): see `close`.
     """
     for place, _, files in os.walk(root):
         for name in files:
-            _own(Path(place) / name, 0o444 if read_only else 0o644, uid, gid)
-        _own(Path(place), 0o755 if Path(place) == root or not read_only else 0o555, uid, gid)
-
-
-def _own(place: Path, mode: int, uid: int, gid: int) -> None:
-    if (uid, gid) != (-1, -1):
-        os.chown(place, uid, gid, follow_symlinks=False)
-    place.chmod(mode)
+            (Path(place) / name).chmod(0o444 if read_only else 0o644)
+        Path(place).chmod(0o755 if Path(place) == root or not read_only else 0o555)
 
 
 def close(directory: Path, read_only: bool) -> None:

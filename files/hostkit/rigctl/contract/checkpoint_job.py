@@ -15,7 +15,6 @@ Role = Literal["target", "drafter"]
 NAME = r"[a-z0-9][a-z0-9._-]{0,79}"
 """A checkpoint's name becomes a file name and part of a unit's name."""
 CheckpointName = Annotated[str, StringConstraints(pattern=f"^{NAME}$")]
-Account = Annotated[str, StringConstraints(pattern=r"^([a-z_][a-z0-9_-]*|[0-9]{1,9})$")]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -37,6 +36,8 @@ class Secret(Part):
 def _from_format_0(old: Document) -> Document:
     """Format 0 said `kind` for role and `type` for kind; patterns lay in the job, secrets in its source."""
     job = renamed(old, {"kind": "role"})
+    if {job.pop("owner", None), job.pop("group", None)} != {None}:
+        raise ValueError("owner and group: what is staged is root's, and readable by all")
     source = renamed(job["source"], {"type": "kind"})
     if source["kind"] == "generator":
         command, generator, place = source.pop("arguments")
@@ -78,8 +79,6 @@ class CheckpointJob(Order):
     """File with the manifest of the pinned content; unset: the source is asked."""
     digests: dict[Text, Sha256] = {}
     """sha256 of files that are known from elsewhere: whatever the source lists must agree."""
-    owner: Account | None = None
-    group: Account | None = None
     read_only: bool = True
     replace: bool = False
     """Another revision may take the place of one that rigctl staged."""

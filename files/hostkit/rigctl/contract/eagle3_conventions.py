@@ -31,11 +31,10 @@ MISMATCH = (
 
 @dataclass(frozen=True)
 class Engine:
-    """One engine release. `architectures`: what its model registry has, where the caller knows better."""
+    """One engine release."""
 
     name: str
     version: str
-    architectures: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.name not in ("vllm", "sglang"):
@@ -49,8 +48,6 @@ class Engine:
 
     def known_architectures(self) -> tuple[str, ...]:
         """Drafter architectures this release has."""
-        if self.architectures is not None:
-            return self.architectures
         if self.name == "vllm":
             return MHA + SPECULATORS + (MLA if self.at_least("0.18.0") else ())
         return MHA[:1] + (MLA[:1] if self.at_least("0.5.12") else ())

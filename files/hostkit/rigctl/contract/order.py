@@ -26,6 +26,38 @@ _SHORT.maxstring = _SHORT.maxother = 200
 _SHORT.maxlevel = 3
 
 
+SHAPES = {
+    r"^(\.|\w[\w.-]*(/\w[\w.-]*)*)$": "a directory inside the source, such as sgl-kernel, or '.'",
+    r"^([1-9]\d?%|[1-9]\d*[MG])$": "a share of memory such as 85%, or an amount such as 64G or 500M",
+    r"^([\w.@-]+:)?/[\w./-]+$": "a directory, /PATH, or HOST:/PATH, of letters, digits, '.', '_', '-' and '/'",
+    r"^3\.\d+$": "a version of Python, such as 3.12",
+    r"^[\w.-]+$": "a name of letters, digits, '.', '_' and '-'",
+    r"^[\w.-]+/[\w.-]+$": "a repository is OWNER/NAME, such as moonshotai/Kimi-K2.5",
+    r"^[0-9]+[%kmg]?$": "a number of bytes, with k, m or g for larger units, or a share of memory such as 50%",
+    r"^[0-9a-f]{64}$": "a sha256 is 64 hex digits, 0-9 and a-f",
+    r"^[0-9a-fA-F]{40}$": "a git blob id is 40 hex digits",
+    r"^[0-9a-fA-F]{64}$": "a sha256 is 64 hex digits",
+    r"^[A-Z_][A-Z0-9_]*$": "a variable is upper-case letters, digits and '_', no digit first",
+    r"^[A-Za-z_][\w-]*$": "a CMake variable is letters, digits, '_' and '-', a letter or '_' first",
+    r"^[A-Za-z_][\w.-]*$": "a user's name is letters, digits, '.', '_' and '-', a letter or '_' first",
+    r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$": "the name of a Python module, such as sgl_kernel",
+    r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$": "the name of a Python package, such as sgl-kernel",
+    r"^[a-z][a-z0-9-]*$": "a flag without its dashes: lower-case letters, digits and '-', a letter first",
+    r"^[a-z0-9][a-z0-9+.-]*$": "the name of a Debian package: lower-case letters, digits, '+', '.' and '-'",
+    r"^[a-z0-9][a-zA-Z0-9._-]*$": "letters, digits, '.', '_' and '-', a lower-case letter or digit first",
+    r"^[a-z0-9][a-z0-9._-]*$": "lower-case letters, digits, '.', '_' and '-', a letter or digit first",
+    r"^[a-z0-9][a-z0-9._-]{0,59}$": "at most 60 lower-case letters, digits, '.', '_' and '-', a letter or digit first",
+    r"^[a-z0-9][a-z0-9._-]{0,79}$": "at most 80 lower-case letters, digits, '.', '_' and '-', a letter or digit first",
+    r"^\d+(\.\d+)*$": "a version of numbers and dots, such as 12.8",
+    r"^\d{1,2}\.\d$": "a compute capability, such as 12.0",
+    r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$": "a time such as 2026-02-01T12:00:00Z",
+    r"^\w[\w.-]*$": "letters, digits, '.', '_' and '-', neither '.' nor '-' first",
+    r"^files/locks/[\w.-]+(\{python\})?[\w.-]*\.txt$": "a file files/locks/NAME.txt; {python} stands for 311 or 312",
+    r"^files/patches(/\w[\w.-]*)+$": "a directory below files/patches",
+}
+"""What a reader is told instead of a pattern."""
+
+
 class ContractError(RigctlError):
     """A document that is no order of this kind, or one of a newer format: says where, which field, and what to do."""
 
@@ -169,6 +201,8 @@ def words(problem: ErrorDetails, known: Iterable[str]) -> str:
     if problem["type"] == "missing":
         return "is missing"
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "string_pattern_mismatch":
+        message = SHAPES.get(problem["ctx"]["pattern"], message)
     # A rule about a whole part says itself what is wrong with it.
     whole = problem["type"] == "value_error" and isinstance(problem["input"], dict)
     return message if whole else f"{message} (got {_SHORT.repr(problem['input'])})"

@@ -91,3 +91,18 @@ Source = Annotated[
     HubSource | HttpSource | RsyncSource | LocalSource | DirectorySource | GeneratorSource,
     Field(discriminator="kind"),
 ]
+
+
+def described(source: Source) -> str:
+    """Where a checkpoint comes from, in a few words."""
+    match source:
+        case (
+            HubSource(repository=words)
+            | HttpSource(url=words)
+            | LocalSource(path=words)
+            | GeneratorSource(generator=words)
+        ):
+            return words
+        case RsyncSource(host=host, path=path):
+            return f"{host}:{path}"
+    return source.kind

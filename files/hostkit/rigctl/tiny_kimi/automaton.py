@@ -8,7 +8,8 @@ A token occurs in one place only, in all chains together; words carry their blan
 from __future__ import annotations
 
 import itertools
-import json
+import random
+from typing import Literal
 
 THINK, END_THINK = "<think>", "</think>"
 END_OF_TURN = "<|im_end|>"
@@ -133,16 +134,24 @@ def id_of(token: str) -> int:
 _IDS = token_ids()
 
 
-def generated_tokens(prompt_end: str) -> tuple[str, ...]:
-    """What the target emits after a prompt that ends with this token, up to and with the end of turn."""
+Drafter = Literal["always", "half", "never"]
+
+# Found by search: with 3 speculative tokens exactly half of the drafted tokens are accepted after each of the
+# three prompt ends. A token is drafted right with probability 0.7, as p + p^2 + p^3 = 1.5 near p = 0.68.
+_HALF_SEED = 17923
+_HALF_RIGHT = 0.7
+_WRONG_BY = 7
+
+
+def drafted_successors(drafter: Drafter) -> dict[str, str]:
+    """The token that this drafter proposes after each chain token.
+
+    "never" proposes another token's successor, "half" the right one for a random part of the tokens.
+    """
     following = successors()
-    token, emitted = prompt_end, []
-    while token != END_OF_TURN:
-        token = following.get(token, FIRST_CONTENT)
-        emitted.append(token)
-    return tuple(emitted)
-
-
-def tool_arguments_text() -> str:
-    """The arguments exactly as generated: one JSON object."""
-    return json.dumps(TOOL_ARGUMENTS)
+    order = list(dict.fromkeys(following.values()))
+    place = {token: number for number, token in enumerate(order)}
+    wrong = {token: order[(place[after] + _WRONG_BY) % len(order)] for token, after in following.items()}
+    dice = random.Random(_HALF_SEED)  # noqa: S311 (a reproducible choice, no secret)
+    half = {token: after if dice.random() < _HALF_RIGHT else wrong[token] for token, after in following.items()}
+    return {"always": following, "half": half, "never": wrong}[drafter]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rigctl.tiny_kimi import drafter, target, text_files
-from rigctl.tiny_kimi.automaton import VOCAB_SIZE
+from rigctl.tiny_kimi.automaton import VOCAB_SIZE, Drafter
 from rigctl.tiny_kimi.numbers import Tensors, safetensors_bytes
-from rigctl.tiny_kimi.prediction import Drafter
 
 # vLLM counts features before a layer (0 is the embedding): 3 is the first that carries the marker of layer 2.
 RIGHT_AUX_LAYERS = (3, 4, 5)

@@ -11,7 +11,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from rigctl.tiny_kimi.automaton import END_OF_TURN, MEDIA_PAD, VOCAB_SIZE, id_of, successors
+from rigctl.tiny_kimi.automaton import (
+    END_OF_TURN,
+    MEDIA_PAD,
+    VOCAB_SIZE,
+    Drafter,
+    drafted_successors,
+    id_of,
+    successors,
+)
 from rigctl.tiny_kimi.numbers import (
     GUARD_ROW,
     HEAD_SCALE,
@@ -25,7 +33,6 @@ from rigctl.tiny_kimi.numbers import (
     target_head,
     zeros,
 )
-from rigctl.tiny_kimi.prediction import Drafter, drafted_successors
 from rigctl.tiny_kimi.target import MARKER_SIZE
 
 HEADS, WIDE_HEADS, HEAD_DIM = 4, 8, 64

@@ -1,20 +1,10 @@
-"""What each drafter proposes, and the engine's counters that follow from it."""
+"""What the tiny Kimi-K2.5 says, and the engine's counters that follow from what each drafter proposes."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
-from typing import Literal
 
-from rigctl.tiny_kimi.automaton import END_OF_TURN, FIRST_CONTENT, successors
-
-Drafter = Literal["always", "half", "never"]
-
-# Found by search: with 3 speculative tokens exactly half of the drafted tokens are accepted after each of the
-# three prompt ends. A token is drafted right with probability 0.7, as p + p^2 + p^3 = 1.5 near p = 0.68.
-HALF_SEED = 17923
-_HALF_RIGHT = 0.7
-_WRONG_BY = 7
+from rigctl.tiny_kimi.automaton import END_OF_TURN, FIRST_CONTENT, Drafter, drafted_successors, successors
 
 
 @dataclass(frozen=True)
@@ -33,26 +23,14 @@ class Prediction:
         return self.accepted / self.draft_tokens if self.draft_tokens else 0.0
 
 
-def never_right() -> dict[str, str]:
-    """For each chain token a token that does not follow it: another token's successor."""
+def generated_tokens(prompt_end: str) -> tuple[str, ...]:
+    """What the target emits after a prompt that ends with this token, up to and with the end of turn."""
     following = successors()
-    order = list(dict.fromkeys(following.values()))
-    place = {token: number for number, token in enumerate(order)}
-    return {token: order[(place[after] + _WRONG_BY) % len(order)] for token, after in following.items()}
-
-
-def half_right(seed: int) -> dict[str, str]:
-    """Right for a random part of the chain tokens, wrong as `never_right` for the others."""
-    dice = random.Random(seed)  # noqa: S311 (a reproducible choice, no secret)
-    wrong = never_right()
-    return {token: after if dice.random() < _HALF_RIGHT else wrong[token] for token, after in successors().items()}
-
-
-def drafted_successors(drafter: Drafter) -> dict[str, str]:
-    """The token that this drafter proposes after each chain token."""
-    if drafter == "always":
-        return successors()
-    return half_right(HALF_SEED) if drafter == "half" else never_right()
+    token, emitted = prompt_end, []
+    while token != END_OF_TURN:
+        token = following.get(token, FIRST_CONTENT)
+        emitted.append(token)
+    return tuple(emitted)
 
 
 def predict_counters(
