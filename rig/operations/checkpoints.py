@@ -37,19 +37,22 @@ def checkpoint(checkpoint_name: str, entry: Checkpoint, path: str, hub_token: bo
     """
     name, there = checkpoint_name, f"[ -e {shlex.quote(path)}/config.json ]"
     status = f"{layout.RIGCTL} checkpoints status {name} --json"
-    found = host.get_fact(
-        Lines, script=f'{status}; {there} && echo there; echo "at $(readlink -f {shlex.quote(path)})"'
-    )
+    look = f"{status}; {there} && echo there; [ -e {shlex.quote(path)} ] && echo exists"
+    found = host.get_fact(Lines, script=f'{look}; echo "at $(readlink -f {shlex.quote(path)})"')
     state = _state(found)
     # Recorded is the directory that a link leads to.
     here = f"at {state.get('path')}" in found
     if state.get("state") == "complete" and here and _is_wanted(name, entry, state):
         host.noop(f"{path} is complete")
         return
+    fault = _fault(name, entry, path, state) if here and "exists" in found and state["state"] != "running" else None
+    if fault is not None:
+        yield from refuse(fault)
+        return
     if adopted_as_it_is(entry) and "there" not in found:
         yield from refuse(_absent(name, entry, path))
         return
-    note(f"{path}: {_what_happens(entry, state, 'there' in found)}")
+    note(f"{path}: {_what_happens(entry, state, 'there' in found, here)}")
     if isinstance(entry.source, HubSource) and not adopted_as_it_is(entry) and manifest(name, entry) is None:
         pin = f"`make pin CHECKPOINT={name}` writes it"
         notice(f"checkpoint {name} has no manifest in inventory/manifests, the hub is asked for its list: {pin}")
@@ -125,6 +128,19 @@ def _is_wanted(name: str, entry: Checkpoint, state: dict[str, Any]) -> bool:
     return wanted_identity(name, entry) in (None, state.get("identity"))
 
 
+def _fault(name: str, entry: Checkpoint, path: str, state: dict[str, Any]) -> str | None:
+    """Why the staging will not go on with what is recorded at the path, or None. It never repairs or replaces what it
+    did not order itself."""
+    if _is_wanted(name, entry, state):
+        return str(state.get("fault") or f"{path} is not as it was proved: `rigctl checkpoints verify --full {name}`")
+    if isinstance(entry.source, GeneratorSource) and state["origin"] == "staged":
+        return None
+    return (
+        f"{path} holds {state['revision'] or 'another content'}, checkpoint {name} wants "
+        f"{revision(entry) or 'another content'}: give it another path, or move {path} away; then deploy again"
+    )
+
+
 def _state(lines: list[str]) -> dict[str, Any]:
     for line in lines:
         if line.startswith("{"):
@@ -133,15 +149,13 @@ def _state(lines: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _what_happens(entry: Checkpoint, state: dict[str, Any], there: bool) -> str:
+def _what_happens(entry: Checkpoint, state: dict[str, Any], there: bool, here: bool) -> str:
     if state.get("state") == "running":
         return "the staging that is at work is followed"
-    if state.get("state") == "damaged":
-        return "damaged, is proved and repaired"
+    if there and not here:
+        return "is proved and recorded as it lies there"
     if isinstance(entry.source, GeneratorSource):
         return f"is generated ({entry.source.generator})"
-    if there:
-        return "is proved and recorded as it lies there"
     return f"is staged from {described(entry.source)}"
 
 

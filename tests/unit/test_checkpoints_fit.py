@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from rigctl.checkpoints import fit, overlay
+from rigctl.checkpoints import fit, headers, overlay
+from rigctl.checkpoints.headers import BadFile
 from rigctl.cli import main
 from rigctl.contract.eagle3_conventions import KEY, Convention, Engine, default_ids, trained_input_ids
 from rigctl.contract.served_checkpoints import Training
@@ -420,3 +425,150 @@ def test_generated_drafter_with_a_short_vocabulary_fits(tiny: Path) -> None:
         Training(target="target-aux", convention="engine-default"),
     )
     assert verdict.word == "fits", verdict.lines()
+
+
+# -- what neither engine survives ---------------------------------------------------------------------------------
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+WHOLE: dict[str, Shape | None] = {
+    "midlayer.self_attn.q_proj.weight": ("BF16", (64, 2 * HIDDEN)),
+    "midlayer.self_attn.k_proj.weight": ("BF16", (32, 2 * HIDDEN)),
+    "midlayer.self_attn.v_proj.weight": ("BF16", (32, 2 * HIDDEN)),
+    "midlayer.self_attn.o_proj.weight": ("BF16", (HIDDEN, 64)),
+    "embed_tokens.weight": ("BF16", (VOCAB, HIDDEN)),
+}
+ZERO = {"targets": list(range(DRAFT_VOCAB))}
+
+
+def judged(root: Path, *, engine: Engine = VLLM_NEW, training: Training = DEFAULT, **drafter: Any) -> fit.Verdict:
+    if not (root / "kimi").exists():
+        make_target(root / "kimi")
+    shutil.rmtree(root / "d", ignore_errors=True)
+    drafter["config"] = {**HEADS, **drafter.get("config", {})}
+    drafter["tensors"] = {**WHOLE, **drafter.get("tensors", {})}
+    return fit.check(root / "kimi", make_drafter(root / "d", **drafter), engine, CONTEXT, training, name="kimi")
+
+
+def test_a_whole_drafter_fits(tmp_path: Path) -> None:
+    assert judged(tmp_path).word == "fits"
+    assert judged(tmp_path, **ZERO, listed=list(range(DRAFT_VOCAB))).word == "fits"
+
+
+@pytest.mark.parametrize("engine", [VLLM, VLLM_NEW, SGLANG, SGLANG_NEW])
+@pytest.mark.parametrize(
+    ("drafter", "says"),
+    [
+        ({**ZERO, "tensors": {"t2d": None}}, "d2t is zero throughout and there is no t2d"),
+        ({"config": {"eagle_config": {"use_aux_hidden_state": False}}}, "use_aux_hidden_state is False"),
+        ({"config": {"use_aux_hidden_state": 0}}, "use_aux_hidden_state is 0"),
+        ({"config": {KEY: [30, 2, 58]}}, "does not rise"),
+        ({"config": {KEY: [2, 30, 30]}}, "does not rise"),
+        ({"config": {"eagle_config": {KEY: [58, 30, 2]}}}, "does not rise"),
+        ({"config": {KEY: "2,30,58"}}, "must be a list of layer numbers"),
+        ({"config": {KEY: ["2", "30", "58"]}}, "must be a list of layer numbers"),
+        ({"config": {KEY: 30}}, "must be a list of layer numbers"),
+        ({"config": {KEY: [2, True, 58]}}, "must be a list of layer numbers"),
+        ({"config": {"eagle_config": {KEY: {"a": 1}}}}, "must be a list of layer numbers"),
+        ({"config": {"eagle_config": [1]}}, "eagle_config is [1], must be an object"),
+        ({"config": {"torch_dtype": ["bfloat16"]}}, "torch_dtype is ['bfloat16'], must be a name"),
+        ({"config": {"dtype": {"a": 1}}}, "dtype is {'a': 1}, must be a name"),
+        ({"config": {"architectures": "LlamaForCausalLMEagle3"}}, "must be a list of names"),
+        ({"config": {"architectures": {"a": 1}}}, "must be a list of names"),
+        ({"config": {"hidden_size": 0}}, "hidden_size is missing"),
+        ({"tensors": {"lm_head.weight": ("BF16", (DRAFT_VOCAB, HIDDEN // 2))}}, "lm_head.weight is [128, 32]"),
+        ({"tensors": {"lm_head.weight": ("BF16", ())}}, "lm_head has 0 rows"),
+        ({"tensors": {"embed_tokens.weight": ("BF16", (VOCAB, 32))}}, "embed_tokens.weight is [512, 32]"),
+        ({"tensors": {"embed_tokens.weight": ("BF16", (VOCAB - 1, HIDDEN))}}, "embed_tokens.weight is [511, 64]"),
+        ({"tensors": {"midlayer.self_attn.q_proj.weight": ("BF16", (64, HIDDEN))}}, "q_proj.weight is [64, 64]"),
+        ({"tensors": {"midlayer.self_attn.q_proj.weight": ("BF16", (48, 2 * HIDDEN))}}, "q_proj.weight is [48, 128]"),
+        ({"tensors": {"midlayer.self_attn.v_proj.weight": ("BF16", (64, 2 * HIDDEN))}}, "v_proj.weight is [64, 128]"),
+        ({"tensors": {"midlayer.self_attn.o_proj.weight": ("BF16", (HIDDEN, 32))}}, "o_proj.weight is [64, 32]"),
+    ],
+)
+def test_what_neither_engine_survives_is_refused_with_its_reason(
+    tmp_path: Path, engine: Engine, drafter: dict[str, Any], says: str
+) -> None:
+    found = judged(tmp_path, engine=engine, **drafter)
+    assert any(says in text for text in found.refuse), found.refuse
+
+
+def test_recorded_ids_must_rise_and_a_tensor_is_in_one_file(tmp_path: Path) -> None:
+    falling = Training(target="kimi", convention="input", layer_ids=[58, 30, 2])
+    assert "which do not rise" in judged(tmp_path, training=falling).refuse[0]
+    judged(tmp_path)
+    shutil.copy(tmp_path / "d" / "model.safetensors", tmp_path / "d" / "z-old.safetensors")
+    again = fit.check(tmp_path / "kimi", tmp_path / "d", VLLM, CONTEXT, DEFAULT)
+    assert "z-old.safetensors: tensor" in again.refuse[0] and "is in model.safetensors too" in again.refuse[0]
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 70)
+    | st.floats(allow_nan=False)
+    | st.sampled_from(["", "2", "float16"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([KEY, "a"]), inner, max_size=2),
+    max_leaves=4,
+)
+CONFIG_KEYS = [
+    *HEADS, KEY, "eagle_config", "use_aux_hidden_state", "architectures", "hidden_size", "target_hidden_size",
+    "vocab_size", "draft_vocab_size", "max_position_embeddings", "num_hidden_layers", "torch_dtype", "dtype",
+    "text_config", "quantization_config", "transformer_layer_config",
+]  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(CONFIG_KEYS), JSON, min_size=1, max_size=3), st.sampled_from([VLLM, SGLANG_NEW]))
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_changed_config_is_refused_or_captures_the_trained_layers(
+    tmp_path: Path, change: dict[str, Any], engine: Engine
+) -> None:
+    found = judged(tmp_path, engine=engine, config=change)
+    assert found.word == "refused" or found.captured == found.trained == [2, 30, 58]
+    if found.word != "refused":
+        assert change.get("use_aux_hidden_state", True) in (True, None)
+        assert isinstance(change.get("torch_dtype") or "", str)
+
+
+SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 16, 32, 64, 128, 192, 512]), max_size=3).map(tuple)
+
+
+@given(st.sampled_from([*WHOLE, "fc.weight", "lm_head.weight"]), SHAPES)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_another_shape_is_refused(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+    right = {**WHOLE, "fc.weight": ("BF16", (HIDDEN, 3 * HIDDEN)), "lm_head.weight": ("BF16", (DRAFT_VOCAB, HIDDEN))}
+    found = judged(tmp_path, tensors={name: ("BF16", shape)})
+    assert (found.word == "refused") == (("BF16", shape) != right[name])
+
+
+@given(st.data())
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_changed_header_ends_in_no_traceback_and_is_read_as_the_library_reads_it(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    place = tmp_path / "x.safetensors"
+    write_tensors(place, {"a": ("BF16", (2, 2)), "b": ("I64", (3,))})
+    content = place.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    key = data.draw(st.sampled_from(["dtype", "shape", "data_offsets", "whole"]))
+    near = [[0, 8], [8, 32], [4, 12], [0, 32], [2, 2], [3], [2, 2, 1], ["2", "2"]]
+    likely = {
+        "dtype": ["F16", "I16", "F32", "float16", "BF17", "F64"],
+        "shape": near,
+        "data_offsets": near,
+        "whole": near,
+    }
+    value = data.draw(st.sampled_from(likely[key]) | JSON)
+    name = data.draw(st.sampled_from(["a", "b"]))
+    if key == "whole":
+        header[name] = value
+    else:
+        header[name][key] = value
+    raw = json.dumps(header).encode()
+    place.write_bytes(struct.pack("<Q", len(raw)) + raw + content[8 + length :])
+    try:
+        ours = {name: tensor.shape for name, tensor in headers.read(place).items()}
+    except BadFile:
+        return
+    with safetensors.safe_open(place, framework="numpy") as library:
+        assert ours == {name: tuple(library.get_slice(name).get_shape()) for name in library.keys()}  # noqa: SIM118

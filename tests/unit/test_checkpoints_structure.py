@@ -34,8 +34,8 @@ def test_headers_agree_with_the_safetensors_library(tmp_path: Path) -> None:
     safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
     tensors = headers.read(tmp_path / "x.safetensors")
     assert tensors["a"].shape == (2, 3) and tensors["a"].dtype == "I64"
-    assert headers.read_int64(tensors["a"]) == list(range(6))
-    assert headers.read_bool(tensors["b"]) == [False] * 4
+    assert headers.read_table(tensors["a"], "I64") == list(range(6))
+    assert headers.read_table(tensors["b"], "BOOL") == [False] * 4
 
 
 def truncate(root: Path) -> None:

@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rigctl.checkpoints import fit, overlay, progress, record, structure, verify, workplace
 from rigctl.checkpoints.precheck import judge
+from rigctl.checkpoints.sink import disk_error
 from rigctl.contract.checkpoint_job import CheckpointJob
 from rigctl.contract.drafter_pairs import DrafterPairs
 from rigctl.contract.eagle3_conventions import Engine
@@ -37,7 +39,15 @@ def register(subparsers: Any) -> None:
         action = actions.add_parser(name, help=text, description=text)
         for option, keys in {"--json": {**SWITCH, "help": "JSON lines instead of text"}, **options}.items():
             action.add_argument(option, **keys)
-        action.set_defaults(run=run)
+        action.set_defaults(run=partial(_told, run))
+
+
+def _told(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    """Run a command; a full disk or missing rights end in a message with the path."""
+    try:
+        return run(arguments)
+    except OSError as error:
+        raise RigctlError(f"{error.filename or arguments.action}: {error.strerror or error}") from error
 
 
 # -- jobs ----------------------------------------------------------------------------------------------------
@@ -90,11 +100,9 @@ def _job(arguments: argparse.Namespace, work: Callable[[Job], Outcome]) -> int:
         try:
             outcome = work(job)
         except (RigctlError, OSError) as error:
-            said.state = "stopped" if job.stop.is_set() else "failed"
-            said.message = str(error)
-            if isinstance(error, OSError):
-                raise RigctlError(f"{name}: {error}") from error
-            raise
+            told = disk_error(error, str(job.workplace.root)) if isinstance(error, OSError) else error
+            said.state, said.message = "stopped" if isinstance(error, verify.Cancelled) else "failed", str(told)
+            raise told from error
         said.state, said.phase, said.message = "done", "done", outcome.state
     content = {"outcome": outcome.state, "changed": outcome.changed, **_summary(outcome.record)}
     _print(arguments, content, f"{name}: {outcome.state} in {outcome.record.path}")
@@ -159,7 +167,8 @@ def _state_of(state: record.State, name: str) -> dict[str, Any]:
     content: dict[str, Any] = {"name": name, "state": "unknown"}
     if known is not None:
         report = record.quick_report(known)
-        content.update(_summary(known), quick=report.to_json(), state="complete" if report.complete else "damaged")
+        content.update(_summary(known), quick=report.to_json(), fault=record.fault(known, report))
+        content["state"] = "complete" if report.complete else "damaged"
     if job is not None and workplace.is_locked(state, name):
         content.update(state="running", job=job)
     elif job is not None and job["state"] != "done":
@@ -191,7 +200,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     names = arguments.names or [name for name in state.names() if state.load(name) is not None]
     if not names:
         raise RigctlError(f"no checkpoint is recorded in {state.root}: there is nothing to verify")
-    wrong = []
+    wrong, spoiled = [], False
     for name in names:
         known = state.require(name)
         report = _proved_anew(state, known) if arguments.full else record.quick_report(known)
@@ -202,8 +211,10 @@ def _verify(arguments: argparse.Namespace) -> int:
         _print(arguments, content, "\n  ".join([text, *report.lines()[:50]]))
         if not report.complete:
             wrong.append(name)
+            spoiled |= bool(report.damaged or report.missing)
     if wrong:
         cure = "repair it" if arguments.full else "verify with --full, then repair what is damaged"
+        cure = cure if spoiled else f"{verify.EXTRA_CURE}: the proved files are right"
         raise RigctlError(f"{', '.join(wrong)}: not as proved; {cure}")
     return 0
 

@@ -3,8 +3,9 @@ small vocabulary tables; no weights are loaded."""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from rigctl.checkpoints.overlay import merged
 from rigctl.contract.eagle3_conventions import KEY, MHA, MISMATCH, MLA, SPECULATORS, Engine, trained_input_ids
 from rigctl.contract.served_checkpoints import Training
 from rigctl.errors import RigctlError
+from rigctl.whole_files import read_json
 
+LAYER = "midlayer.self_attn"
 FLOATS = ("BF16", "F16", "F32")
 
 
@@ -39,11 +42,9 @@ class Verdict:
         return "refused" if self.refuse else "warns" if self.warn else "fits"
 
     def to_json(self) -> dict[str, Any]:
-        """For --json."""
         return {"verdict": self.word, **vars(self)}
 
     def lines(self) -> list[str]:
-        """For people."""
         layers = f"captures the inputs of layers {self.captured}, trained on {self.trained or 'unknown ones'}"
         return (
             [f"{self.word}: {self.architecture or 'no architecture'}, {layers}"]
@@ -63,20 +64,15 @@ class Model:
     tensors: dict[str, Tensor]
 
     def number(self, key: str) -> int | None:
-        """An integer of the config, or None."""
+        """A positive integer of the config, or None."""
         value = self.config.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        return value if type(value) is int and value > 0 else None
 
 
 def read_model(root: Path, *, with_tensors: bool) -> Model:
     """Read a checkpoint's config (and headers); raises RigctlError if there is nothing to read."""
     place = root / "config.json"
-    try:
-        config = json.loads(place.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RigctlError(f"{place} does not exist: is the checkpoint staged?") from None
-    except (OSError, ValueError) as error:
-        raise RigctlError(f"{place} cannot be read: {error}") from error
+    config = read_json(place, "config (is the checkpoint staged?)")
     if not isinstance(config, dict):
         raise RigctlError(f"{place} is not a JSON object")
     for inner in ("text_config", "transformer_layer_config"):
@@ -88,7 +84,10 @@ def read_model(root: Path, *, with_tensors: bool) -> Model:
         if not shards:
             raise RigctlError(f"{root} has no safetensors file: convert the drafter's weights first")
         for shard in shards:
-            tensors.update(headers.read(shard))
+            found = headers.read(shard)
+            if twice := sorted(tensors.keys() & found.keys()):
+                raise BadFile(f"{shard.name}: tensor {twice[0]} is in {tensors[twice[0]].file.name} too")
+            tensors |= found
     return Model(root, config, tensors)
 
 
@@ -113,9 +112,13 @@ def check(  # noqa: PLR0913 a pair and what it is to be used for
         verdict.refuse.append(f"drafter {error}")
         return verdict
     draft = replace(draft, config=merged(draft.config, written or {}))
+    verdict.refuse += _malformed(draft.config)
+    if verdict.refuse:
+        return verdict
     _architecture(verdict, draft, engine)
     _hidden_size(verdict, main, draft)
     _vocabulary(verdict, main, draft, engine)
+    _widths(verdict, main, draft)
     _layers(verdict, main, draft, engine, training)
     _dtype(verdict, main, draft)
     _context(verdict, draft, engine, context)
@@ -123,9 +126,63 @@ def check(  # noqa: PLR0913 a pair and what it is to be used for
     return verdict
 
 
+def _malformed(config: Mapping[str, Any]) -> list[str]:
+    """Keys of a drafter's config that have another type, or another value, than both engines take."""
+    faults = []
+    nested = config.get("eagle_config") or {}
+    if not isinstance(nested, Mapping):
+        return [f"eagle_config is {nested!r}, must be an object"]
+    for where, found in (("", config), ("eagle_config.", nested)):
+        ids = found.get(KEY)
+        if ids is not None and not (isinstance(ids, list) and all(type(one) is int and one >= 0 for one in ids)):
+            faults.append(f"{where}{KEY} is {ids!r}, must be a list of layer numbers")
+        elif ids and not rising(ids):
+            faults.append(f"{where}{KEY} {ids} does not rise: fc.weight would get the layers in another order")
+        if found.get("use_aux_hidden_state", True) is not True:
+            faults.append(
+                f"{where}use_aux_hidden_state is {found['use_aux_hidden_state']!r}: the engine would give fc.weight "
+                "the last layer alone; an EAGLE-3 drafter needs true"
+            )
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        faults.append(f"architectures is {names!r}, must be a list of names")
+    for key in ("torch_dtype", "dtype"):
+        if not isinstance(config.get(key) or "", str):
+            faults.append(f"{key} is {config[key]!r}, must be a name such as bfloat16")
+    return faults
+
+
+def rising(ids: Sequence[int]) -> bool:
+    """Whether each number is greater than the one before it."""
+    return all(one < other for one, other in itertools.pairwise(ids))
+
+
+def _widths(verdict: Verdict, main: Model, draft: Model) -> None:
+    """Shapes of the first layer, the embedding and the head, as the config gives them; packed weights have others."""
+    own, whole, heads = draft.number("hidden_size"), main.number("vocab_size"), draft.number("num_attention_heads")
+    if own is None or draft.config.get("quantization_config"):
+        return
+    wanted: dict[str, tuple[int | None, int]] = {"lm_head.weight": (None, own), "embed_tokens.weight": (whole, own)}
+    if heads and verdict.architecture in MHA:
+        width = draft.number("head_dim") or own // heads
+        keys = (draft.number("num_key_value_heads") or heads) * width
+        rows = {"q": heads * width, "k": keys, "v": keys}
+        wanted |= {f"{LAYER}.{name}_proj.weight": (size, 2 * own) for name, size in rows.items()}
+        wanted[f"{LAYER}.o_proj.weight"] = (own, heads * width)
+    for suffix, (rows_wanted, columns) in wanted.items():
+        for name, tensor in draft.tensors.items():
+            if not f".{name.replace('layers.0', 'midlayer')}".endswith(f".{suffix}"):
+                continue
+            if len(tensor.shape) != 2 or tensor.shape[1] != columns or rows_wanted not in (None, tensor.shape[0]):
+                verdict.refuse.append(
+                    f"{name} is {list(tensor.shape)}, config.json makes it [{rows_wanted or 'rows'}, {columns}]: "
+                    "weights and config are not of one drafter"
+                )
+
+
 def _architecture(verdict: Verdict, draft: Model, engine: Engine) -> None:
-    names = draft.config.get("architectures") or []
-    verdict.architecture = name = str(names[0]) if names else ""
+    names = draft.config.get("architectures") or [""]
+    verdict.architecture = name = names[0]
     if not name:
         verdict.refuse.append("the drafter's config.json names no architecture")
         return
@@ -184,8 +241,8 @@ def _vocabulary(verdict: Verdict, main: Model, draft: Model, engine: Engine) -> 
         verdict.refuse.append(f"draft vocabulary {small} is larger than the target's {whole}")
         return
     head = _shape(draft, "lm_head.weight")
-    if head is not None and head[0] != small:
-        verdict.refuse.append(f"lm_head has {head[0]} rows, draft_vocab_size is {small}")
+    if head is not None and head[:1] != (small,):
+        verdict.refuse.append(f"lm_head has {head[0] if head else 0} rows, draft_vocab_size is {small}")
     if head is None and small < whole:
         verdict.refuse.append(f"no lm_head for a draft vocabulary of {small}: the target's head has {whole} rows")
     _tables(verdict, draft, engine, whole, small)
@@ -201,8 +258,8 @@ def _tables(verdict: Verdict, draft: Model, engine: Engine, whole: int, small: i
         verdict.refuse.append(f"draft vocabulary of {small} without d2t: drafted ids cannot be mapped to the target")
         return
     try:
-        targets = [offset + index for index, offset in enumerate(headers.read_int64(d2t))]
-        listed = headers.read_bool(t2d) if t2d is not None else None
+        targets = [offset + index for index, offset in enumerate(headers.read_table(d2t, "I64"))]
+        listed = headers.read_table(t2d, "BOOL") if t2d is not None else None
     except BadFile as error:
         verdict.refuse.append(str(error))
         return
@@ -211,6 +268,11 @@ def _tables(verdict: Verdict, draft: Model, engine: Engine, whole: int, small: i
         verdict.refuse.append(fault)
         return
     if listed is None:
+        if targets == list(range(small)):
+            verdict.refuse.append(
+                f"d2t is zero throughout and there is no t2d: drafted ids would mean the first {small} tokens; the "
+                "table was not filled when the drafter was exported"
+            )
         return
     if len(listed) != whole or {token for token, is_in in enumerate(listed) if is_in} != set(targets):
         verdict.refuse.append(f"t2d ({len(listed)} entries, {sum(listed)} set) and d2t do not describe one vocabulary")
@@ -249,7 +311,10 @@ def _layers(verdict: Verdict, main: Model, draft: Model, engine: Engine, trainin
 def _conventions(  # noqa: PLR0913 the facts that decide
     verdict: Verdict, draft: Model, engine: Engine, training: Training, *, count: int, why: str
 ) -> None:
-    ids = training.layer_ids or _written_ids(draft)
+    ids = training.layer_ids or draft.config.get(KEY) or (draft.config.get("eagle_config") or {}).get(KEY)
+    if ids and not rising(ids):
+        verdict.refuse.append(f"trained with layer ids {ids}, which do not rise: correct layer_ids in checkpoints.yaml")
+        return
     verdict.trained = trained_input_ids(training.convention, ids, count)
     if verdict.trained is None:
         verdict.warn.append(
@@ -271,14 +336,6 @@ def _conventions(  # noqa: PLR0913 the facts that decide
         )
 
 
-def _written_ids(draft: Model) -> list[int] | None:
-    """The ids in the drafter's config, wherever they are."""
-    nested = draft.config.get("eagle_config")
-    inner = nested.get(KEY) if isinstance(nested, Mapping) else None
-    ids = draft.config.get(KEY) or inner
-    return list(ids) if isinstance(ids, list) else None
-
-
 def _dtype(verdict: Verdict, main: Model, draft: Model) -> None:
     found = sorted({tensor.dtype for tensor in draft.tensors.values()} - {"I64", "BOOL", "I32"})
     strange = [dtype for dtype in found if dtype not in FLOATS]
@@ -290,7 +347,7 @@ def _dtype(verdict: Verdict, main: Model, draft: Model) -> None:
         verdict.warn.append("weights in F32: twice the memory and reading of BF16")
     written = draft.config.get("torch_dtype") or draft.config.get("dtype")
     names = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-    if written in names and found and names[written] not in found:
+    if written in names and found and names[str(written)] not in found:
         verdict.warn.append(f"config.json says {written}, the weights are {', '.join(found)}")
     wanted = main.config.get("torch_dtype") or main.config.get("dtype")
     if written and wanted and written != wanted:

@@ -195,6 +195,7 @@ class Hub(HttpFetcher):
         else:
             self._xet_failures += 1
             why = reason[-1][:200]
+            why += ": was the token revoked?" if self._token and any(code in why for code in ("401", "403")) else ""
             self.progress.event(f"{entry.path}: chunked transfer failed ({why}); http takes over", retry=True)
         remove_tree(directory)
 

@@ -37,13 +37,13 @@ def write(drafter: Path, place: Path, keys: Mapping[str, Any]) -> bool:
 
 
 def is_current(drafter: Path, place: Path, keys: Mapping[str, Any]) -> bool:
-    """Whether `place` is what `write` would make."""
+    """Whether `place` is what `write` would make, with nothing beside it that an engine could load."""
     config, mark = _wanted(drafter.resolve(), keys)
     try:
         return (
             json.loads((place / "config.json").read_text(encoding="utf-8")) == config
             and json.loads((place / MARK).read_text(encoding="utf-8")) == mark
-            and all((place / name).is_symlink() for name in mark["links"])
+            and _holds_only(place, mark["links"])
         )
     except (OSError, ValueError):
         return False
@@ -65,9 +65,20 @@ def _wanted(source: Path, keys: Mapping[str, Any]) -> tuple[dict[str, Any], dict
     return config, {"drafter": str(source), "keys": dict(keys), "links": links}
 
 
+def _holds_only(place: Path, links: Mapping[str, str]) -> bool:
+    there = {item.name: item.is_symlink() and str(item.readlink()) for item in place.iterdir()}
+    return there == {**links, "config.json": False, MARK: False}
+
+
 def source(place: Path) -> Path | None:
-    """The drafter behind an overlay; None where `place` is no overlay."""
+    """The drafter behind an overlay; None where `place` is no overlay. Raises RigctlError for one that was changed."""
     mark = place / MARK
     if not mark.is_file():
         return None
-    return Path(str(read_json(mark, "mark of the overlay")["drafter"]))
+    made = read_json(mark, "mark of the overlay")
+    try:
+        if not _holds_only(place, made["links"]):
+            raise RigctlError(f"{place} does not hold what was made from {made['drafter']}: deploy again to renew it")
+        return Path(made["drafter"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RigctlError(f"{mark} is not a mark of ours ({error!r}): deploy again to renew it") from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rigctl.checkpoints import overlay, record
 from rigctl.checkpoints.fit import Verdict, check, read_model
@@ -18,25 +18,12 @@ from rigctl.checkpoints.record import Record
 from rigctl.checkpoints.verify import FileHasher, hash_file
 from rigctl.contract.drafter_pairs import DrafterPair
 from rigctl.contract.eagle3_conventions import Engine
-from rigctl.contract.served_checkpoints import ServedCheckpoints, Training
+from rigctl.contract.run_specification import RunSpecification
+from rigctl.contract.served_checkpoints import Training
 from rigctl.errors import RigctlError
 
-
-class Using(Protocol):
-    """The part of a run specification, or of a drafter's pair, that names checkpoints."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def engine(self) -> str: ...
-    @property
-    def release(self) -> str: ...
-    @property
-    def target_path(self) -> str: ...
-    @property
-    def drafter_path(self) -> str | None: ...
-    @property
-    def checkpoints(self) -> ServedCheckpoints: ...
+Using = RunSpecification | DrafterPair
+"""What names checkpoints: the run specification, or a drafter's pair."""
 
 
 def published(specification: Using) -> str:
@@ -46,7 +33,8 @@ def published(specification: Using) -> str:
         known = _record(name, path)
         report = record.quick_report(known)
         if not report.complete:
-            raise RigctlError(f"{name} in {known.path} is not as it was proved: {report.lines()[0]}; deploy again")
+            cure = "" if report.extra else "; deploy again"
+            raise RigctlError(f"{name} in {known.path} is not as it was proved: {report.lines()[0]}{cure}")
         said.append(f"{name}: {report.checked} files as proved, {known.manifest.revision or known.manifest.source}")
     return "; ".join(said)
 
@@ -133,7 +121,7 @@ def judge(pair: DrafterPair, *, write: bool) -> dict[str, Any]:
                 found["overlay"] = "written"
         found["verdict"] = judged.to_json()
         hold(pair, judged, pair.environment)
-    except RigctlError as error:
+    except (RigctlError, OSError) as error:
         found["error"] = str(error)
     return found
 

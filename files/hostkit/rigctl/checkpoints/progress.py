@@ -126,14 +126,14 @@ class Progress:
 
 def line(status: dict[str, Any]) -> str:
     """One line for people: bytes, share, rate, remaining, current file."""
-    total = status["bytes_total"]
-    share = 100 * status["bytes_done"] / total if total else 100.0
+    total, done = status["bytes_total"], human_bytes(status["bytes_done"])
+    if total:
+        done = f"{done} of {human_bytes(total)} ({100 * status['bytes_done'] / total:.1f} %)"
     left = human_seconds(status["remaining_seconds"])
     files = status["files"]
     more = f" (+{len(files) - 1})" if len(files) > 1 else ""
     return (
-        f"{status['name']}: {status['phase']} {human_bytes(status['bytes_done'])} of {human_bytes(total)} "
-        f"({share:.1f} %), {human_bytes(status['rate'])}/s, {left} left, "
+        f"{status['name']}: {status['phase']} {done}, {human_bytes(status['rate'])}/s, {left} left, "
         f"{status['files_done']}/{status['files_total']} files" + (f", {files[0]}{more}" if files else "")
     )
 

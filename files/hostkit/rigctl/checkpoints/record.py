@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rigctl.checkpoints.verify import Report, Seen, quick
+from rigctl.checkpoints.verify import EXTRA_CURE, Report, Seen, quick
 from rigctl.contract.checkpoint_job import NAME
 from rigctl.contract.manifest import Manifest
 from rigctl.errors import RigctlError
@@ -125,6 +125,27 @@ def quick_report(record: Record) -> Report:
     report = quick(Path(record.path), record.manifest, record.seen)
     report.damaged.update(record.damaged)
     return report
+
+
+def fault(record: Record, report: Report) -> str | None:
+    """Why a recorded checkpoint must not be served as it lies, and what to do; None where nothing is wrong."""
+    if report.complete:
+        return None
+    if not (report.damaged or report.missing):
+        return str(extra_beside(record.path, report.extra))
+    again = ", or adopt it again if the change is yours" if record.origin == "adopted" else ""
+    return (
+        f"{record.path} is not as it was proved:\n  " + "\n  ".join(report.lines()[:20]) + "\n"
+        f"prove it again (rigctl checkpoints verify --full {record.name}), repair it{again}; then deploy again"
+    )
+
+
+def extra_beside(directory: object, names: list[str]) -> RigctlError:
+    """The message about weights in a directory that are not the checkpoint's."""
+    return RigctlError(
+        f"{directory} has weights that are not of the checkpoint, and an engine would load them with it: "
+        f"{', '.join(names)}; {EXTRA_CURE}, then deploy again; nothing was touched"
+    )
 
 
 def from_environment() -> State:

@@ -33,7 +33,7 @@ class SourceWrong(RigctlError):
 def disk_error(error: OSError, where: str) -> RigctlError:
     """A failed write as DiskFull or, for every other reason, as it is."""
     if error.errno in FULL:
-        return DiskFull(f"{error.strerror} at {where}")
+        return DiskFull(f"{error.strerror} at {error.filename or where}; make room and run the job again")
     return RigctlError(f"{error.filename or where} cannot be used: {error.strerror or error}")
 
 

@@ -17,7 +17,7 @@ from rigctl.checkpoints import structure, verify
 from rigctl.checkpoints.http import GaveUp, Refused, UnansweredError
 from rigctl.checkpoints.paths import make_parents, remove_tree
 from rigctl.checkpoints.progress import Progress, human_bytes, human_seconds
-from rigctl.checkpoints.record import Record, State, quick_report
+from rigctl.checkpoints.record import Record, State, extra_beside, fault, quick_report
 from rigctl.checkpoints.sink import DiskFull, Limiter, Sink, SourceWrong, disk_error
 from rigctl.checkpoints.sources import FileSource, TreeSource, open_source
 from rigctl.checkpoints.verify import Cancelled, FileHasher, Report, Seen
@@ -118,7 +118,7 @@ class Job:
         if record is None:
             return
         report = verify.quick(self.destination, record.manifest, record.seen)
-        if report.complete:
+        if not (report.damaged or report.missing):
             close(self.destination, record.read_only)
             self.state.save(record)
             self.workplace.remove()
@@ -130,10 +130,8 @@ class Job:
         if record is None or not self.destination.exists():
             return None
         if Path(record.path) != self.destination:
-            raise RigctlError(
-                f"{self.order.name} is recorded at {record.path}, the spec wants {self.destination}: "
-                f"forget it first (rigctl checkpoints forget {self.order.name}); no file is removed by that"
-            )
+            self.progress.event(f"recorded at {record.path} until now, where its files stay")
+            return None
         wanted = self._wanted_instead(record)
         if wanted is not None:
             if self.order.replace and record.origin == "staged":
@@ -146,11 +144,7 @@ class Job:
             )
         report = quick_report(record)
         if not report.complete:
-            raise RigctlError(
-                f"{self.destination} is not as it was proved:\n  " + "\n  ".join(report.lines()[:20]) + "\n"
-                f"prove it again (rigctl checkpoints verify --full {self.order.name}), repair it"
-                + (", or adopt it again if the change is yours" if record.origin == "adopted" else "")
-            )
+            raise RigctlError(fault(record, report))
         self.progress.total = self.progress.done = record.manifest.total
         return Outcome("present", False, record)
 
@@ -210,9 +204,12 @@ class Job:
         except (UnansweredError, Refused) as error:
             return self._take_uncompared(error)
         if manifest is None:
-            raise RigctlError(f"{self.destination} is not empty and its source has no manifest: adopt it instead")
+            # Only what is generated anew tells whether this is it.
+            self._begin(None)
+            manifest, _ = self._fetch(None)
+            self.workplace.remove()
         sizes = verify.quick(self.destination, manifest, None)
-        if not sizes.complete:
+        if sizes.damaged or sizes.missing:
             raise half_copied(self.destination, manifest, sizes)
         return self._adopt_proved(manifest)
 
@@ -240,9 +237,9 @@ class Job:
 
     def _adopt_proved(self, manifest: Manifest) -> Outcome:
         report = self._verified(manifest)
-        if not report.complete:
+        if report.damaged or report.missing:
             raise half_copied(self.destination, manifest, report)
-        return Outcome("adopted", True, self._recorded("adopted", manifest, report))
+        return self._adopted(manifest, report)
 
     def _adopt_as_it_is(self) -> Outcome:
         """Adopt a directory that nothing but itself describes, such as one's own training output."""
@@ -250,8 +247,9 @@ class Job:
         self.progress.phase = "verify"
         name = f"adopted:{self.destination}"
         made, seen = verify.manifest_of(self.destination, name, self.order.source.selects, advance=self._read)
+        self.progress.total = made.total
         report = Report(len(seen), made.total, time.monotonic() - started, seen=seen)
-        return Outcome("adopted", True, self._recorded("adopted", made, report))
+        return self._adopted(made, report)
 
     def _verified(self, manifest: Manifest) -> Report:
         self.progress.phase, self.progress.total = "verify", manifest.total
@@ -270,8 +268,23 @@ class Job:
             read_only=origin == "staged" and self.order.read_only,
         )
 
-    def _recorded(self, origin: str, manifest: Manifest, report: Report) -> Record:
-        """The record of what lies at the destination, which stays exactly as it is."""
+    def _unless_unusable(self, manifest: Manifest) -> None:
+        """Raise RigctlError unless an engine can load what lies at the destination, and would load nothing else."""
+        if extra := verify.extra_weights(self.destination, manifest):
+            raise extra_beside(self.destination, extra)
+        if faults := structure.check(self.destination, self.order.role).errors:
+            raise RigctlError(
+                f"{self.destination} is not a loadable checkpoint:\n  "
+                + "\n  ".join(faults[:20])
+                + "\nit was not taken: complete it or copy it again, then deploy again"
+            )
+
+    def _adopted(self, manifest: Manifest, report: Report) -> Outcome:
+        """Record what lies at the destination, which stays exactly as it is."""
+        self._unless_unusable(manifest)
+        return Outcome("adopted", True, self._saved("adopted", manifest, report))
+
+    def _saved(self, origin: str, manifest: Manifest, report: Report) -> Record:
         record = self._record(origin, manifest, report)
         record.foreign = verify.foreign_files(self.destination, manifest)
         self.state.save(record)
@@ -511,12 +524,16 @@ class Job:
             if manifest is None:
                 raise RigctlError(f"{self.order.name}: its source has no manifest, there is nothing to repair from")
             report = self._verified(manifest)
+            if report.extra:
+                raise extra_beside(self.destination, report.extra)
             wrong = [entry for entry in manifest.files if entry.path not in report.seen]
             if wrong:
                 for text in report.lines():
                     self.progress.event(text)
                 report.seen.update(self._replace(wrong, read_only=record is not None and record.read_only))
-            found = self._recorded(origin, manifest, report)
+            if record is None:
+                self._unless_unusable(manifest)
+            found = self._saved(origin, manifest, report)
             return Outcome("repaired" if wrong else "present", bool(wrong), found)
 
     def _replace(self, wrong: Sequence[File], *, read_only: bool) -> dict[str, Seen]:
@@ -560,17 +577,19 @@ def selection(entries: Sequence[File]) -> Manifest:
 
 def summary(faults: Sequence[RigctlError], kept: Path) -> RigctlError:
     """One error for all: the causes first, without the workers that were only told to stop."""
-    causes = [fault for fault in faults if not isinstance(fault, Cancelled)]
+    causes = [one for one in faults if not isinstance(one, Cancelled)]
     if not causes:
         return Cancelled(str(kept))
-    for fault in causes:
-        if isinstance(fault, DiskFull):
+    for cause in causes:
+        if isinstance(cause, DiskFull):
             free, _ = free_space(kept)
             return DiskFull(
-                f"the disk is full: {fault}; {human_bytes(free)} free now; what is fetched is kept in {kept}, "
+                f"the disk is full: {cause}; {human_bytes(free)} free now; what is fetched is kept in {kept}, "
                 "make room and run the job again"
             )
-    texts = list(dict.fromkeys(str(fault) for fault in causes))
+    refused = [one for one in causes if isinstance(one, Refused)]
+    # A token that is refused is refused for every file: its message is the cause of all.
+    texts = list(dict.fromkeys(str(one) for one in refused[:1] or causes))
     if len(texts) == 1:
         return type(causes[0])(texts[0])
     return RigctlError(f"{len(texts)} faults; right files are kept in {kept}:\n  " + "\n  ".join(texts[:20]))

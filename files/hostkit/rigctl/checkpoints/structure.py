@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 from rigctl.checkpoints import headers
 from rigctl.checkpoints.headers import BadFile
+from rigctl.errors import RigctlError
+from rigctl.whole_files import read_json
 
 INDEX = "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tiktoken.model", "tokenizer.model", "vocab.json", "spiece.model")
@@ -25,33 +26,28 @@ class Structure:
     tensors: int = 0
     shards: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """For --json."""
-        return vars(self)
-
 
 def check(root: Path, kind: str) -> Structure:
     """Check a target or a drafter. A drafter needs no tokenizer, it uses the target's."""
     result = Structure()
-    config = _config(root, "config.json", result, required=True)
+    if not (root / "config.json").is_file():
+        result.errors.append("config.json is missing")
     where = _check_shards(root, result)
     _check_index(root, result, where)
-    _check_code(root, config, result)
+    _check_code(root, result)
     if kind == "target":
         _check_tokenizer(root, result)
     return result
 
 
-def _config(root: Path, name: str, result: Structure, *, required: bool) -> dict[str, Any]:
-    place = root / name
-    if not place.is_file():
-        if required:
-            result.errors.append(f"{name} is missing")
+def _read(root: Path, name: str, result: Structure) -> dict[str, Any]:
+    """A JSON object of the checkpoint; empty where there is none, or a fault."""
+    if not (root / name).is_file():
         return {}
     try:
-        content = json.loads(place.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        result.errors.append(f"{name} cannot be read: {error}")
+        content = read_json(root / name, "")
+    except RigctlError as error:
+        result.errors.append(str(error).strip())
         return {}
     if not isinstance(content, dict):
         result.errors.append(f"{name} is not a JSON object")
@@ -86,18 +82,18 @@ def _check_index(root: Path, result: Structure, where: dict[str, str]) -> None:
         if len(shards) > 1:
             result.errors.append(f"{len(shards)} shards, but {INDEX} is missing")
         return
-    content = _config(root, INDEX, result, required=True)
-    named = content.get("weight_map")
-    if not isinstance(named, dict):
-        if content:
-            result.errors.append(f"{INDEX} has no weight_map")
+    named = _read(root, INDEX, result).get("weight_map")
+    if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
+        result.errors.append(f"{INDEX} has no weight_map that names a file for each tensor")
         return
     have = {shard.name for shard in shards}
-    for name in sorted({str(file) for file in named.values()} - have):
+    for name in sorted(set(named.values()) - have):
         result.errors.append(f"{INDEX} names {name}, which does not exist")
-    strays = [tensor for tensor, file in named.items() if file in have and where.get(tensor) != file]
-    readable = {where[name] for name in where}
-    for tensor in [tensor for tensor in strays if named[tensor] in readable][:10]:
+    for name in sorted(have - set(named.values())):
+        result.errors.append(f"{name} is not in {INDEX}: engines differ in whether they load it; move it away")
+    readable = set(where.values())
+    strays = [tensor for tensor, file in named.items() if file in readable and where.get(tensor) != file]
+    for tensor in strays[:10]:
         result.errors.append(f"{INDEX} places {tensor} in {named[tensor]}, it is in {where.get(tensor, 'no file')}")
     unnamed = sorted(set(where) - set(named))
     if unnamed:
@@ -113,17 +109,11 @@ def _check_tokenizer(root: Path, result: Structure) -> None:
         result.warnings.append("generation_config.json is missing: the engine's own sampling defaults apply")
 
 
-def _check_code(root: Path, config: dict[str, Any], result: Structure) -> None:
+def _check_code(root: Path, result: Structure) -> None:
     """`trust_remote_code` files: those that `auto_map` names, and what these import beside them."""
-    tokenizer = _config(root, "tokenizer_config.json", result, required=False)
-    processor = _config(root, "preprocessor_config.json", result, required=False)
     wanted: dict[str, str] = {}
-    for name, content in (
-        ("config.json", config),
-        ("tokenizer_config.json", tokenizer),
-        ("preprocessor_config.json", processor),
-    ):
-        for module in _auto_map(content.get("auto_map")):
+    for name in ("config.json", "tokenizer_config.json", "preprocessor_config.json"):
+        for module in _auto_map(_read(root, name, result).get("auto_map")):
             wanted.setdefault(module, name)
     done: set[str] = set()
     while wanted.keys() - done:

@@ -20,6 +20,13 @@ from rigctl.errors import RigctlError
 BLOCK = 1 << 20  # bytes a thread reads at a time: memory is threads x BLOCK
 
 
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+"""Ends of the files that vLLM or SGLang load from a directory in one load format or another; an index chooses."""
+NOT_LOADED = ("optimizer", "rng_state", "scaler", "scheduler", "training_")
+"""How files of a trainer begin that both engines leave out, or that no load format reads as weights."""
+EXTRA_CURE = "move it out of the directory"
+
+
 class FileHasher:
     """Digest of a file of known size, as `sha256:...` or `git_sha1:...`."""
 
@@ -60,7 +67,8 @@ class Seen:
 
 @dataclass
 class Report:
-    """What a verification found. `damaged` maps a path to the reason; `foreign` files are in no manifest."""
+    """What a verification found. `damaged` maps a path to the reason; `foreign` files are in no manifest; `extra` ones
+    neither, and an engine would load them as weights."""
 
     checked: int = 0
     bytes: int = 0
@@ -68,12 +76,13 @@ class Report:
     damaged: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
     seen: dict[str, Seen] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
-        """Every file of the manifest is there and right; foreign files do not count."""
-        return not self.damaged and not self.missing
+        """Every file of the manifest is there and right, and no other weights are; other foreign files do not count."""
+        return not (self.damaged or self.missing or self.extra)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -84,13 +93,18 @@ class Report:
             "damaged": dict(sorted(self.damaged.items())),
             "missing": sorted(self.missing),
             "foreign": sorted(self.foreign),
+            "extra": self.extra,
         }
 
     def lines(self) -> list[str]:
         return (
             [f"damaged: {path}: {reason}" for path, reason in sorted(self.damaged.items())]
             + [f"missing: {path}" for path in sorted(self.missing)]
-            + [f"foreign: {path}" for path in sorted(self.foreign)]
+            + [
+                f"extra weights: {path}: an engine would load it beside the proved ones; {EXTRA_CURE}"
+                for path in self.extra
+            ]
+            + [f"foreign: {path}" for path in sorted(set(self.foreign) - set(self.extra))]
         )
 
 
@@ -157,6 +171,7 @@ def full(
 
     with pool("verify") as threads:
         list(threads.map(check, entries))
+    report.extra = extra_weights(root, manifest)
     report.seconds = time.monotonic() - started
     return report
 
@@ -210,6 +225,7 @@ def quick(root: Path, manifest: Manifest, seen: Mapping[str, Seen] | None) -> Re
         except OSError as error:
             fault = str(error)
         _note(report, entry, fault, now)
+    report.extra = extra_weights(root, manifest)
     report.seconds = time.monotonic() - started
     return report
 
@@ -228,6 +244,16 @@ def _difference(now: Seen, entry: File, seen: Mapping[str, Seen] | None) -> str 
 def foreign_files(root: Path, manifest: Manifest) -> list[str]:
     """Files below `root` that the manifest does not list."""
     return [path for path, _ in walk(root) if path not in manifest.by_path]
+
+
+def extra_weights(root: Path, manifest: Manifest) -> list[str]:
+    """Files that an engine would load from `root` and that the manifest does not list.
+
+    Engines look for names that do not begin with a dot, in the directory itself.
+    """
+    names = sorted(place.name for place in root.iterdir()) if root.is_dir() else []
+    loaded = [name for name in names if name.endswith(WEIGHTS) and not name.startswith((".", *NOT_LOADED))]
+    return [name for name in loaded if name not in manifest.by_path]
 
 
 def manifest_of(

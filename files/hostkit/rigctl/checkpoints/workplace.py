@@ -48,24 +48,24 @@ def locked(state: State, name: str, directory: Path) -> Iterator[None]:
 def _lock(place: Path, who: str, patience: float = 1.0) -> Iterator[None]:
     """patience: seconds to wait, since a look by `status` holds the lock for a moment."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    with place.open("a+", encoding="utf-8") as handle:
+    with place.open("ab+", buffering=0) as handle:
         end = time.monotonic() + patience
         while not _acquired(handle, place):
             if time.monotonic() >= end:
                 handle.seek(0)
                 raise Busy(
-                    f"a job is running already (pid {handle.read().strip() or '?'}); "
+                    f"a job is running already (pid {handle.read().decode(errors='replace').strip() or '?'}); "
                     "follow it with `rigctl checkpoints follow NAME`"
                 )
             time.sleep(0.05)
         handle.truncate(0)
-        handle.write(f"{os.getpid()}: {who}")
-        handle.flush()
+        with contextlib.suppress(OSError):  # who has the lock is a courtesy, also on a full disk
+            handle.write(f"{os.getpid()}: {who}".encode())
         yield
         handle.truncate(0)
 
 
-def _acquired(handle: IO[str], place: Path) -> bool:
+def _acquired(handle: IO[bytes], place: Path) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
