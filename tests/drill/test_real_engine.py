@@ -126,6 +126,78 @@ def test_a_degenerate_model_is_not_accepted_and_both_verdicts_are_shown(box: Dri
     box.told("real engine: degenerate output (zero-norm model)", "failed", row["status"], begun)
 
 
+ASK = """
+import json, re, time, urllib.request
+at = "http://127.0.0.1:%d"
+body = {"model": %r, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 200}
+for _ in range(900):
+    try:
+        request = urllib.request.Request(at + "/v1/chat/completions", json.dumps(body).encode())
+        request.add_header("Content-Type", "application/json")
+        urllib.request.urlopen(request, timeout=60).read()
+        break
+    except OSError:
+        time.sleep(0.5)
+text = urllib.request.urlopen(at + "/metrics", timeout=60).read().decode()
+for name in ("accepted", "draft"):
+    print(sum(float(n) for n in re.findall(r"^vllm:spec_decode_num_%%s_tokens_total.* (\\S+)$" %% name, text, re.M)))
+"""
+
+
+def test_other_weights_beside_the_drafters_are_found_before_vllm_loads_them(box: DrillBox) -> None:
+    """What vLLM does with them is shown by starting it without the supervisor: every draft is wrong then."""
+    specification = json.loads(box.path(f"{CONFIGURATIONS}/{NAME}.json").read_text())
+    place, name = specification["drafter_path"], specification["checkpoints"]["drafter"]
+    unit = box.path(f"{UNITS}/kimi-{NAME}.service").read_text()
+    [argv] = re.findall(r"^ExecStart=.*? -- (.+)$", unit, re.MULTILINE)
+    environment = [f"--setenv={shlex.split(one)[0]}" for one in re.findall(r"^Environment=(.+)$", unit, re.MULTILINE)]
+    [user] = re.findall(r"^User=(.+)$", unit, re.MULTILINE)
+    ask = ASK % (specification["endpoints"][0]["port"], specification["model"])
+    bare = shlex.join(
+        [
+            "systemd-run",
+            "-q",
+            "--collect",
+            "--unit",
+            "drill-mixed",
+            f"--uid={user}",
+            *environment,
+            "--",
+            *shlex.split(argv),
+        ]
+    )
+
+    def counted() -> tuple[float, float]:
+        box.ssh(f"systemctl stop kimi-{NAME}; {bare}")
+        try:
+            accepted, drafted = map(float, box.ssh(f"python3 -c {shlex.quote(ask)}").split())
+        finally:
+            box.ssh("systemctl stop drill-mixed", check=False)
+        return accepted, drafted
+
+    # The cache directory is the unit's: it is made by a start.
+    box.ssh(f"systemctl stop kimi-{NAME}; systemctl start kimi-{NAME}; rigctl checkpoints verify {name}")
+    right, drafted = counted()
+    assert right == drafted > 0
+    box.ssh(f"rm -rf {HOME}/never; rigctl tiny-kimi drafter-never {HOME}/never")
+    begun = time.monotonic()
+    try:
+        box.ssh(f"install -m 444 {HOME}/never/model.safetensors {place}/z-old.safetensors")
+        wrong, drafted = counted()
+        assert wrong == 0 < drafted, "vLLM does not load what lies beside the proved weights: is the fault still one?"
+        for full in ("", "--full"):
+            said = box.ssh(f"rigctl checkpoints verify {name} {full} 2>&1; echo exit $?", check=False)
+            assert "extra weights: z-old.safetensors" in said and "exit 1" in said
+        assert "damaged" in box.ssh(f"rigctl checkpoints status {name}")
+        box.ssh(f"systemctl start kimi-{NAME}", check=False)
+        row = box.until(NAME, 60, prefix="", state="failed")
+        assert "z-old.safetensors" in row["status"] and "move it out" in row["status"]
+        box.told("real engine: other weights beside the drafter's", "failed", row["status"], begun)
+    finally:
+        box.ssh(f"rm -f {place}/z-old.safetensors")
+    box.ssh(f"rigctl checkpoints verify {name} --full; systemctl reset-failed kimi-{NAME}; systemctl start kimi-{NAME}")
+
+
 OTHER = "vllm-base"
 AS_DEPLOYED = "vllm-eagle3-aq-medai"  # with the thresholds that the host's data gives
 # Asks like a client that cannot wait, and prints when it was answered first.

@@ -185,6 +185,28 @@ def test_refused_token_in_the_middle_stops_at_once(bench: Bench, hub: Hub, tmp_p
     assert hub.total_sent() <= total(hub) * (1 + SLACK)
 
 
+def test_token_that_is_revoked_is_the_first_thing_said_whichever_workers_meet_it(
+    bench: Bench, hub: Hub, tmp_path: Path
+) -> None:
+    hub.token = "first"
+    (tmp_path / "token").write_text("first")
+    (tmp_path / "token").chmod(0o600)
+
+    def revoke() -> None:
+        wait_for(lambda: hub.sent_so_far() > total(hub) // 3)
+        hub.token = "second"
+
+    watcher = threading.Thread(target=revoke)
+    watcher.start()
+    with pytest.raises(RigctlError) as caught:
+        token = {"file": str(tmp_path / "token")}
+        bench.stage(hub_source(hub.address), token=token, workers=8, bandwidth_limit=total(hub) // 2)
+    watcher.join()
+    first = str(caught.value).splitlines()[0]
+    assert "answers 401: the token is" in first and "revoked" in first and "put a valid token into the file" in first
+    assert not [event for event in bench.events if " 401" in event and "token" not in event]
+
+
 def test_secret_file_that_others_read_is_refused(bench: Bench, hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("x")
     (tmp_path / "token").chmod(0o644)

@@ -437,7 +437,7 @@ WHOLE: dict[str, Shape | None] = {
     "midlayer.self_attn.o_proj.weight": ("BF16", (HIDDEN, 64)),
     "embed_tokens.weight": ("BF16", (VOCAB, HIDDEN)),
 }
-ZERO = {"targets": list(range(DRAFT_VOCAB))}
+ZERO: dict[str, Any] = {"targets": list(range(DRAFT_VOCAB))}
 
 
 def judged(root: Path, *, engine: Engine = VLLM_NEW, training: Training = DEFAULT, **drafter: Any) -> fit.Verdict:
@@ -552,7 +552,7 @@ def test_a_changed_header_ends_in_no_traceback_and_is_read_as_the_library_reads_
     header = json.loads(content[8 : 8 + length])
     key = data.draw(st.sampled_from(["dtype", "shape", "data_offsets", "whole"]))
     near = [[0, 8], [8, 32], [4, 12], [0, 32], [2, 2], [3], [2, 2, 1], ["2", "2"]]
-    likely = {
+    likely: dict[str, list[Any]] = {
         "dtype": ["F16", "I16", "F32", "float16", "BF17", "F64"],
         "shape": near,
         "data_offsets": near,
