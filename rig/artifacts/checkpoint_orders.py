@@ -17,12 +17,10 @@ their bytes and with nothing else (tests/unit/test_tiny_kimi.py)."""
 
 
 def specification_path(name: str) -> str:
-    """Where the host keeps a checkpoint's order."""
     return f"{layout.ETC}/checkpoints/{name}.json"
 
 
 def manifest_path(name: str) -> str:
-    """Where the host keeps a pinned revision's manifest."""
     return f"{layout.ETC}/manifests/{name}.json"
 
 
@@ -44,7 +42,6 @@ def revision(entry: Checkpoint) -> str | None:
 
 
 def order(plan: HostPlan, name: str) -> CheckpointJob:
-    """The order for one checkpoint of a host."""
     entry = plan.checkpoints[name]
     generated = isinstance(entry.source, GeneratorSource)
     fetched_from_hub = isinstance(entry.source, HubSource) and not unpinned(entry)
@@ -65,7 +62,6 @@ def order(plan: HostPlan, name: str) -> CheckpointJob:
 
 
 def local_manifest(name: str) -> Path:
-    """Where the repository keeps a pinned revision's manifest."""
     return inventory_directory() / "manifests" / f"{name}.json"
 
 

@@ -43,7 +43,6 @@ def variables(plan: HostPlan, release: str) -> dict[str, list[str]]:
 
 
 def engine(env: Environment) -> contract.Environment:
-    """An engine environment on its host."""
     return contract.Environment(
         path=Path(env.path),
         python=env.python,

@@ -102,13 +102,11 @@ def _model(plan: HostPlan, checkpoint: str) -> Model | None:
 
 
 def running_configurations(plan: HostPlan) -> list[str]:
-    """Configurations whose unit is at work."""
     units = plan.facts.units
     return [name for name in plan.serving if (unit := units.get(layout.unit_name(name))) is not None and unit.active]
 
 
 def driver_decision(plan: HostPlan) -> DriverStep:
-    """What is to be done about the driver."""
     minimum = minimum_driver(env.release for env in plan.environments.values())
     in_use = bool(running_configurations(plan) or plan.facts.processes)
     return driver_step(plan.facts, minimum, upgrade=plan.data.driver_upgrade, in_use=in_use)

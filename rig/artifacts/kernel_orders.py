@@ -52,7 +52,6 @@ def toolkit(plan: HostPlan, release: str) -> str | None:
 
 
 def kernel_job(plan: HostPlan, name: str) -> KernelJob:
-    """The order for the kernel library of one release."""
     env, kernel = kernels(plan)[name]
     wheels = plan.data.wheels
     return KernelJob(

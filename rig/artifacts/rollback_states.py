@@ -70,7 +70,6 @@ def of_state(item: str) -> bool:
 
 
 def state_file(identity: str) -> str:
-    """Where a state lies on the host."""
     return f"{layout.STATES}/{identity}.json"
 
 

@@ -17,9 +17,8 @@ from rig.host.settings import HostSettings
 from rig.plan.command_lines import command_line, served_model_name
 from rig.plan.host_plan import HostPlan, canonical_digest
 from rigctl.contract import layout
-from rigctl.contract.drafter_pairs import DrafterPair, DrafterPairs
 from rigctl.contract.run_specification import LiveSettings, RunSpecification
-from rigctl.contract.served_checkpoints import ServedCheckpoints
+from rigctl.contract.served_checkpoints import DrafterPair, DrafterPairs, ServedCheckpoints
 
 _JINJA = Jinja(
     loader=FileSystemLoader(ROOT / "templates"),
@@ -228,7 +227,6 @@ def conflicts(plan: HostPlan, name: str) -> list[str]:
 
 @cache
 def unit_file(plan: HostPlan, name: str) -> str:
-    """The text of kimi-<name>.service."""
     unit = layout.unit_name(name)
     others = conflicts(plan, name)
     configuration = plan.serving[name]

@@ -30,7 +30,6 @@ from pydantic import (
 )
 
 from rig.catalog.yaml_source import CatalogError, Document, load
-from rigctl.contract.checkpoint_job import NAME as CHECKPOINT_NAME
 from rigctl.contract.checkpoint_job import Role
 from rigctl.contract.environment_build import Index
 from rigctl.contract.fields import Address, Distribution, Dotted, HostPath, Sha256, Text, Variable, host_path
@@ -427,17 +426,17 @@ def _parse(document: Document, model: type[E_], section: str, findings: list[Fin
         def found(path: tuple[str | int, ...], message: str) -> None:
             findings.append(Finding(str(document.place(path)), section, path, message))
 
-        if len(name) > LONGEST_NAME:
-            found((name,), f"a name has at most {LONGEST_NAME} characters (a unit is named after it), not {len(name)}")
-            continue
-        if not NAME.fullmatch(name):
-            found((name,), "a name is lower-case letters, digits, '.', '_' and '-' (a unit is named after it)")
-            continue
-        if section == "checkpoints" and not re.fullmatch(CHECKPOINT_NAME, name):
-            found((name,), "the name of a checkpoint has at most 80 characters")
-            continue
-        if section == "serving" and TAKEN.fullmatch(name):
-            found((name,), "this name is taken: units or files of kimi-rig itself bear it")
+        unit = "(a unit is named after it)"
+        long = section == "checkpoints" and len(name) > 80
+        taken = section == "serving" and TAKEN.fullmatch(name)
+        faults = (
+            (len(name) > LONGEST_NAME, f"a name has at most {LONGEST_NAME} characters {unit}, not {len(name)}"),
+            (not NAME.fullmatch(name), f"a name is lower-case letters, digits, '.', '_' and '-' {unit}"),
+            (long, "the name of a checkpoint has at most 80 characters"),
+            (taken, "this name is taken: units or files of kimi-rig itself bear it"),
+        )
+        if message := next((message for wrong, message in faults if wrong), None):
+            found((name,), message)
             continue
         try:
             entries[name] = model.model_validate(value)

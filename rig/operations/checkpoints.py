@@ -21,7 +21,7 @@ from rig.facts.state import Lines
 from rig.operations import jobs
 from rig.operations.common import Commands, made, note, notice, refuse, remember, script
 from rigctl.contract import layout
-from rigctl.contract.drafter_pairs import DrafterPairs
+from rigctl.contract.served_checkpoints import DrafterPairs
 from rigctl.contract.sources import GeneratorSource, HubSource, described
 
 # 595 GB at 100 Mbit/s take 13 hours; a job that outlasts this has hung.

@@ -24,9 +24,9 @@ from rigctl.checkpoints.progress import Progress
 from rigctl.checkpoints.record import State
 from rigctl.checkpoints.workplace import Workplace
 from rigctl.contract.checkpoint_job import CheckpointJob
-from rigctl.contract.drafter_pairs import DrafterPairs
 from rigctl.contract.manifest import Manifest
 from rigctl.contract.order import ContractError, Order
+from rigctl.contract.served_checkpoints import DrafterPairs
 
 # Written by the code of commit e91294b: orders of every kind of source, a staged checkpoint and one half way.
 OLD: dict[str, Any] = json.loads((ROOT / "tests/fixtures/e91294b/checkpoints/orders.json").read_text())

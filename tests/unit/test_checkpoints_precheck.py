@@ -10,9 +10,8 @@ import pytest
 
 from rigctl.checkpoints import overlay, precheck
 from rigctl.cli import main
-from rigctl.contract.drafter_pairs import DrafterPair, DrafterPairs
 from rigctl.contract.eagle3_conventions import KEY
-from rigctl.contract.served_checkpoints import Training
+from rigctl.contract.served_checkpoints import DrafterPair, DrafterPairs, Training
 from rigctl.errors import RigctlError
 from rigctl.supervisor.specification import Specification
 from tests.unit.serving import checkpoint, drafter, fields, proved, specification

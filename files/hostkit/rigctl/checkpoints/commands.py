@@ -18,9 +18,8 @@ from rigctl.checkpoints import fit, overlay, progress, record, structure, verify
 from rigctl.checkpoints.precheck import judge
 from rigctl.checkpoints.sink import disk_error
 from rigctl.contract.checkpoint_job import CheckpointJob
-from rigctl.contract.drafter_pairs import DrafterPairs
 from rigctl.contract.eagle3_conventions import Engine
-from rigctl.contract.served_checkpoints import Training
+from rigctl.contract.served_checkpoints import DrafterPairs, Training
 from rigctl.errors import RigctlError
 from rigctl.whole_files import read_json
 
@@ -32,7 +31,6 @@ FOLLOW_GRACE = 5.0  # seconds a job may take to begin, or to write its last stat
 
 
 def register(subparsers: Any) -> None:
-    """Add the subcommands."""
     parser = subparsers.add_parser("checkpoints", help="model and drafters: stage, prove, repair, fit")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, (run, text, options) in ACTIONS.items():
@@ -351,7 +349,7 @@ ACTIONS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Options]] = {
         _pairs,
         "Validate the drafters of configurations before their units are written.",
         {
-            "pairs": {"help": "the order in JSON, as the deploy makes it (rigctl/contract/drafter_pairs.py)"},
+            "pairs": {"help": "the order in JSON, as the deploy makes it (rigctl/contract/served_checkpoints.py)"},
             "--write": {**SWITCH, "help": "make the overlays that they need"},
         },
     ),

@@ -186,17 +186,22 @@ def _architecture(verdict: Verdict, draft: Model, engine: Engine) -> None:
     if not name:
         verdict.refuse.append("the drafter's config.json names no architecture")
         return
-    if name not in engine.known_architectures():
-        known = ", ".join(engine.known_architectures())
-        hint = "; export it as LlamaForCausalLMEagle3 (SpecForge#231)" if name in SPECULATORS else ""
-        verdict.refuse.append(f"{engine.name} {engine.version} does not know {name} (it knows {known}){hint}")
+    known = engine.known_architectures()
+    hint = "; export it as LlamaForCausalLMEagle3 (SpecForge#231)" if name in SPECULATORS else ""
     is_mla = any("kv_a_proj" in tensor for tensor in draft.tensors)
-    if name in MHA and is_mla:
-        verdict.refuse.append(f"{name} is a plain-attention drafter, but its weights are MLA (kv_a_proj)")
-    if name in MLA and not is_mla:
-        verdict.refuse.append(f"{name} is an MLA drafter, but its weights have no kv_a_proj")
-    if name in MHA and engine.name == "vllm":
-        verdict.note.append("a plain-attention drafter on an MLA target needs an attention backend of its own")
+    unknown = f"{engine.name} {engine.version} does not know {name} (it knows {', '.join(known)}){hint}"
+    verdict.refuse += told(
+        (name not in known, unknown),
+        (name in MHA and is_mla, f"{name} is a plain-attention drafter, but its weights are MLA (kv_a_proj)"),
+        (name in MLA and not is_mla, f"{name} is an MLA drafter, but its weights have no kv_a_proj"),
+    )
+    backend = "a plain-attention drafter on an MLA target needs an attention backend of its own"
+    verdict.note += told((name in MHA and engine.name == "vllm", backend))
+
+
+def told(*found: tuple[object, str]) -> list[str]:
+    """The texts of what holds."""
+    return [text for holds, text in found if holds]
 
 
 def _shape(draft: Model, suffix: str) -> tuple[int, ...] | None:
@@ -211,13 +216,13 @@ def _hidden_size(verdict: Verdict, main: Model, draft: Model) -> None:
     if hidden is None or own is None:
         verdict.refuse.append("hidden_size is missing in the target's or the drafter's config.json")
         return
-    if fused != hidden:
-        verdict.refuse.append(f"hidden size {fused} of the drafter's input, {hidden} of the target")
     shape = _shape(draft, "fc.weight")
-    if shape is None:
-        verdict.refuse.append("no tensor fc.weight: not an EAGLE-3 drafter")
-    elif len(shape) != 2 or shape[0] != own or shape[1] % hidden:
-        verdict.refuse.append(f"fc.weight {list(shape)} does not join layers of {hidden} into {own}")
+    misshapen = shape is not None and (len(shape) != 2 or shape[0] != own or shape[1] % hidden)
+    verdict.refuse += told(
+        (fused != hidden, f"hidden size {fused} of the drafter's input, {hidden} of the target"),
+        (shape is None, "no tensor fc.weight: not an EAGLE-3 drafter"),
+        (misshapen, f"fc.weight {list(shape or ())} does not join layers of {hidden} into {own}"),
+    )
 
 
 def _find(draft: Model, *suffixes: str) -> Tensor | None:
@@ -234,17 +239,24 @@ def _vocabulary(verdict: Verdict, main: Model, draft: Model, engine: Engine) -> 
     if whole is None or small is None:
         verdict.refuse.append("vocab_size is missing in the target's or the drafter's config.json")
         return
-    if own is not None and own != whole:
-        verdict.refuse.append(f"vocabulary of {own} tokens in the drafter, {whole} in the target: another tokenizer")
+    head, rows = _shape(draft, "lm_head.weight"), (_shape(draft, "lm_head.weight") or (0,))[0]
+    faults = told(
+        (
+            own not in (None, whole),
+            f"vocabulary of {own} tokens in the drafter, {whole} in the target: another tokenizer",
+        ),
+        (small > whole, f"draft vocabulary {small} is larger than the target's {whole}"),
+    )
+    verdict.refuse += faults[:1]
+    if faults:
         return
-    if small > whole:
-        verdict.refuse.append(f"draft vocabulary {small} is larger than the target's {whole}")
-        return
-    head = _shape(draft, "lm_head.weight")
-    if head is not None and head[:1] != (small,):
-        verdict.refuse.append(f"lm_head has {head[0] if head else 0} rows, draft_vocab_size is {small}")
-    if head is None and small < whole:
-        verdict.refuse.append(f"no lm_head for a draft vocabulary of {small}: the target's head has {whole} rows")
+    verdict.refuse += told(
+        (head is not None and rows != small, f"lm_head has {rows} rows, draft_vocab_size is {small}"),
+        (
+            head is None and small < whole,
+            f"no lm_head for a draft vocabulary of {small}: the target's has {whole} rows",
+        ),
+    )
     _tables(verdict, draft, engine, whole, small)
 
 
@@ -263,29 +275,22 @@ def _tables(verdict: Verdict, draft: Model, engine: Engine, whole: int, small: i
     except BadFile as error:
         verdict.refuse.append(str(error))
         return
-    fault = _d2t_fault(targets, whole, small)
-    if fault:
-        verdict.refuse.append(fault)
-        return
-    if listed is None:
-        if targets == list(range(small)):
-            verdict.refuse.append(
-                f"d2t is zero throughout and there is no t2d: drafted ids would mean the first {small} tokens; the "
-                "table was not filled when the drafter was exported"
-            )
-        return
-    if len(listed) != whole or {token for token, is_in in enumerate(listed) if is_in} != set(targets):
-        verdict.refuse.append(f"t2d ({len(listed)} entries, {sum(listed)} set) and d2t do not describe one vocabulary")
-
-
-def _d2t_fault(targets: list[int], whole: int, small: int) -> str | None:
-    if len(targets) != small:
-        return f"d2t has {len(targets)} entries, draft_vocab_size is {small}"
-    if min(targets) < 0 or max(targets) >= whole:
-        return f"d2t leads to tokens {min(targets)}..{max(targets)}, the target has 0..{whole - 1}"
-    if len(set(targets)) != small:
-        return "d2t maps two drafted ids to one token"
-    return None
+    low, high, chosen = min(targets, default=0), max(targets, default=0), set(targets)
+    faults = told(
+        (len(targets) != small, f"d2t has {len(targets)} entries, draft_vocab_size is {small}"),
+        (low < 0 or high >= whole, f"d2t leads to tokens {low}..{high}, the target has 0..{whole - 1}"),
+        (len(chosen) != len(targets), "d2t maps two drafted ids to one token"),
+        (
+            listed is None and targets == list(range(small)),
+            f"d2t is zero throughout and there is no t2d: drafted ids would mean the first {small} tokens; the table "
+            "was not filled when the drafter was exported",
+        ),
+    )
+    if listed is not None and (
+        len(listed) != whole or {token for token, is_in in enumerate(listed) if is_in} != chosen
+    ):
+        faults.append(f"t2d ({len(listed)} entries, {sum(listed)} set) and d2t do not describe one vocabulary")
+    verdict.refuse += faults[:1]
 
 
 def _layers(verdict: Verdict, main: Model, draft: Model, engine: Engine, training: Training) -> None:
@@ -294,17 +299,17 @@ def _layers(verdict: Verdict, main: Model, draft: Model, engine: Engine, trainin
         verdict.refuse.append("num_hidden_layers is missing in the target's config.json")
         return
     verdict.captured, why = engine.captures(draft.config, count)
-    shape, hidden = _shape(draft, "fc.weight"), main.number("hidden_size")
-    whole = bool(shape and len(shape) == 2 and hidden and shape[1] % hidden == 0)
-    joined = shape[1] // hidden if whole and shape and hidden else None
-    if joined is not None and len(set(verdict.captured)) != joined:
-        verdict.refuse.append(
-            f"fc.weight joins {joined} layers, {engine.name} will give {len(set(verdict.captured))} ({why}): "
-            "it would die at the first request"
-        )
+    shape, hidden = _shape(draft, "fc.weight") or (), main.number("hidden_size")
+    joined = shape[1] // hidden if len(shape) == 2 and hidden and shape[1] % hidden == 0 else None
+    given = len(set(verdict.captured))
     outside = [layer for layer in verdict.captured if not 0 <= layer < count]
-    if outside:
-        verdict.refuse.append(f"layer ids {outside} are outside the target's {count} layers ({why})")
+    dies = (
+        f"fc.weight joins {joined} layers, {engine.name} will give {given} ({why}): it would die at the first request"
+    )
+    verdict.refuse += told(
+        (joined not in (None, given), dies),
+        (outside, f"layer ids {outside} are outside the target's {count} layers ({why})"),
+    )
     _conventions(verdict, draft, engine, training, count=count, why=why)
 
 
@@ -339,19 +344,20 @@ def _conventions(  # noqa: PLR0913 the facts that decide
 def _dtype(verdict: Verdict, main: Model, draft: Model) -> None:
     found = sorted({tensor.dtype for tensor in draft.tensors.values()} - {"I64", "BOOL", "I32"})
     strange = [dtype for dtype in found if dtype not in FLOATS]
-    if strange and not draft.config.get("quantization_config"):
-        verdict.refuse.append(f"weights in {', '.join(strange)} without a quantization_config")
-    if len(found) > 1 and not strange:
-        verdict.warn.append(f"weights in {' and '.join(found)}: one of them was saved by mistake")
-    if "F32" in found:
-        verdict.warn.append("weights in F32: twice the memory and reading of BF16")
-    written = draft.config.get("torch_dtype") or draft.config.get("dtype")
     names = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-    if written in names and found and names[str(written)] not in found:
-        verdict.warn.append(f"config.json says {written}, the weights are {', '.join(found)}")
-    wanted = main.config.get("torch_dtype") or main.config.get("dtype")
-    if written and wanted and written != wanted:
-        verdict.warn.append(f"the drafter is {written}, the target {wanted}")
+    written = str(draft.config.get("torch_dtype") or draft.config.get("dtype") or "")
+    wanted = main.config.get("torch_dtype") or main.config.get("dtype") or written
+    unsaid = strange and not draft.config.get("quantization_config")
+    verdict.refuse += told((unsaid, f"weights in {', '.join(strange)} without a quantization_config"))
+    verdict.warn += told(
+        (len(found) > 1 and not strange, f"weights in {' and '.join(found)}: one of them was saved by mistake"),
+        ("F32" in found, "weights in F32: twice the memory and reading of BF16"),
+        (
+            written in names and found and names[written] not in found,
+            f"config.json says {written}, the weights are {', '.join(found)}",
+        ),
+        (written and written != wanted, f"the drafter is {written}, the target {wanted}"),
+    )
 
 
 def _context(verdict: Verdict, draft: Model, engine: Engine, context: int) -> None:
@@ -362,17 +368,11 @@ def _context(verdict: Verdict, draft: Model, engine: Engine, context: int) -> No
     if longest >= context:
         return
     variable = engine.overwrite_variable()
+    effect = f"{engine.name} drafts nothing for sequences beyond {longest} tokens"
     if variable:
         verdict.environment[variable] = "1"
-        verdict.warn.append(
-            f"max_position_embeddings {longest} is below the context of {context}: {engine.name} starts only "
-            f"with {variable}=1, and drafts beyond position {longest} are extrapolated"
-        )
-    else:
-        verdict.warn.append(
-            f"max_position_embeddings {longest} is below the context of {context}: {engine.name} drafts "
-            f"nothing for sequences beyond {longest} tokens"
-        )
+        effect = f"{engine.name} starts only with {variable}=1, and drafts beyond position {longest} are extrapolated"
+    verdict.warn.append(f"max_position_embeddings {longest} is below the context of {context}: {effect}")
 
 
 def _provenance(verdict: Verdict, draft: Model, target: str, training: Training) -> None:

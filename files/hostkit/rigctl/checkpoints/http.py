@@ -6,12 +6,15 @@ huggingface_hub 2.4.0 removes its partial file when a download fails and starts 
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import socket
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +25,7 @@ from urllib3.connection import HTTPConnection
 from rigctl.checkpoints.progress import Progress
 from rigctl.checkpoints.sink import Sink, SourceWrong
 from rigctl.checkpoints.verify import Cancelled
-from rigctl.contract.checkpoint_job import CheckpointJob
+from rigctl.contract.checkpoint_job import CheckpointJob, Secret
 from rigctl.contract.manifest import File
 from rigctl.contract.sources import described
 from rigctl.errors import RigctlError
@@ -69,16 +72,10 @@ class Location:
     signed: bool = False
 
 
-class Bearer(requests.auth.AuthBase):
-    """Our token or none; also keeps requests from taking one out of ~/.netrc."""
-
-    def __init__(self, token: str | None) -> None:
-        self._token = token
-
-    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        if self._token:
-            request.headers["Authorization"] = f"Bearer {self._token}"
-        return request
+def bearer(token: str | None, request: requests.PreparedRequest) -> requests.PreparedRequest:
+    """Our token or none; as an `auth` it also keeps requests from taking one out of ~/.netrc."""
+    request.headers.update({"Authorization": f"Bearer {token}"} if token else {})
+    return request
 
 
 class Adapter(requests.adapters.HTTPAdapter):
@@ -154,7 +151,6 @@ class HttpFetcher(Origin):
                 self.pause(entry.path, failures, error, error.wait)
 
     def session(self) -> requests.Session:
-        """This thread's session."""
         if not hasattr(self._local, "session"):
             self._local.session = requests.Session()
             for scheme in ("http://", "https://"):
@@ -176,7 +172,7 @@ class HttpFetcher(Origin):
             return self.session().get(
                 location.url,
                 headers={"Accept-Encoding": "identity", **headers},
-                auth=Bearer(location.token),
+                auth=partial(bearer, location.token),
                 stream=True,
                 timeout=(CONNECT_TIMEOUT, self.order.stall),
             )
@@ -249,6 +245,34 @@ class HttpFetcher(Origin):
         return count / max(time.monotonic() - started, 1e-6)
 
 
+def secret_text(secret: Secret | None) -> str | None:
+    """The secret's text; None where none is ordered. Raises RigctlError when it cannot be read."""
+    if secret is None:
+        return None
+    place = _secret_place(secret)
+    try:
+        if secret.file is not None and place.stat().st_mode & 0o077:
+            raise RigctlError(f"{place} can be read by others: chmod 600 it")
+        found = place.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise RigctlError(f"secret {place} cannot be read: {error.strerror}") from error
+    if not found:
+        raise RigctlError(f"secret {place} is empty")
+    return found
+
+
+def _secret_place(secret: Secret) -> Path:
+    if secret.file is not None:
+        return Path(secret.file)
+    directory = os.environ.get("CREDENTIALS_DIRECTORY")
+    if not directory:
+        raise RigctlError(
+            f"credential {secret.credential!r} is wanted, but $CREDENTIALS_DIRECTORY is not set: "
+            "start the job through its systemd unit (LoadCredential=)"
+        )
+    return Path(directory) / str(secret.credential)
+
+
 def body_extent(response: requests.Response) -> tuple[int, int | None]:
     """(first byte, size of the whole file or None) that a 200 or 206 answer announces."""
     if response.status_code == 206:
@@ -296,7 +320,6 @@ def seconds_of(retry_after: str | None) -> float | None:
 
 
 def origin_of(url: str) -> str:
-    """Scheme and server of an address."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}"
 

@@ -13,7 +13,6 @@ from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
-from rigctl.checkpoints import secrets
 from rigctl.checkpoints.children import follow
 from rigctl.checkpoints.http import (
     CONNECT_TIMEOUT,
@@ -24,6 +23,7 @@ from rigctl.checkpoints.http import (
     UnansweredError,
     fault_of,
     origin_of,
+    secret_text,
 )
 from rigctl.checkpoints.paths import allocated, remove_tree, walk
 from rigctl.checkpoints.progress import Progress
@@ -56,7 +56,7 @@ class Hub(HttpFetcher):
         self.source = source
         self._client = _client()
         self._candidates = [source.endpoint, *([source.mirror] if source.mirror else [])]
-        self._token = secrets.text(order.token)
+        self._token = secret_text(order.token)
         self._preferred = 0  # the candidate that answered last: a dead endpoint is not asked for every file
         self._xet_failures = 0
         self._revision = source.revision

@@ -16,10 +16,9 @@ from rigctl.checkpoints.fit import Verdict, check, read_model
 from rigctl.checkpoints.paths import walk
 from rigctl.checkpoints.record import Record
 from rigctl.checkpoints.verify import FileHasher, hash_file
-from rigctl.contract.drafter_pairs import DrafterPair
 from rigctl.contract.eagle3_conventions import Engine
 from rigctl.contract.run_specification import RunSpecification
-from rigctl.contract.served_checkpoints import Training
+from rigctl.contract.served_checkpoints import DrafterPair, Training
 from rigctl.errors import RigctlError
 
 Using = RunSpecification | DrafterPair

@@ -67,12 +67,10 @@ class Progress:
                 self.fetched += count
 
     def file_starts(self, path: str, size: int) -> None:
-        """A worker begins a file."""
         with self._lock:
             self.current[path] = size
 
     def file_ends(self, path: str, *, right: bool) -> None:
-        """A worker is done with a file."""
         with self._lock:
             self.current.pop(path, None)
             self.files_done += right
@@ -84,7 +82,6 @@ class Progress:
             self.events.append(text)
 
     def take_events(self) -> list[str]:
-        """The events since the last call."""
         with self._lock:
             taken, self.events = self.events, []
         return taken
@@ -100,7 +97,6 @@ class Progress:
         return (after - before) / (last - first) if last > first else 0.0
 
     def snapshot(self) -> dict[str, Any]:
-        """The status file's content."""
         rate = self.rate()
         left = max(self.total - self.done, 0)
         with self._lock:

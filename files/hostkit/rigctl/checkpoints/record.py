@@ -55,7 +55,6 @@ class Record:
 
 
 def parse(content: Any, where: str) -> Record:
-    """Read a record's JSON form."""
     try:
         if content["format"] != FORMAT:
             raise RigctlError(f"{where}: record format {content['format']!r}, this program reads {FORMAT}")
@@ -85,24 +84,19 @@ class State:
         self.root = root
 
     def record_path(self, name: str) -> Path:
-        """Where the record of a checkpoint is."""
         return self.root / f"{check_name(name)}.json"
 
     def job_path(self, name: str) -> Path:
-        """Where a staging job writes its progress."""
         return self.root / "jobs" / f"{check_name(name)}.json"
 
     def lock_path(self, key: str) -> Path:
-        """Where the lock of a destination is."""
         return self.root / "locks" / f"{key}.lock"
 
     def names(self) -> list[str]:
-        """Checkpoints with a record or a job."""
         places = [*self.root.glob("*.json"), *(self.root / "jobs").glob("*.json")]
         return sorted({place.stem for place in places if re.fullmatch(NAME, place.stem)})
 
     def load(self, name: str) -> Record | None:
-        """The record, or None if there is none."""
         place = self.record_path(name)
         if not place.exists():
             return None
@@ -116,7 +110,6 @@ class State:
         return record
 
     def save(self, record: Record) -> None:
-        """Write the record whole."""
         write_json(self.record_path(record.name), record.to_json())
 
 

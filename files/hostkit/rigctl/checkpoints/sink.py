@@ -89,7 +89,15 @@ class Sink:
 
     def __enter__(self) -> Sink:
         self._descriptor = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        self._take_up()
+        self._hasher = FileHasher.of(self.entry)
+        size = os.fstat(self._descriptor).st_size
+        if size > self.entry.size:
+            os.ftruncate(self._descriptor, 0)
+            size = 0
+        if size:
+            hash_file(self.part, self._hasher, lambda _: self._unless_stopped(), upto=size)
+            self._progress.advance(size, fetched=False)
+        self.offset = self._begun = os.lseek(self._descriptor, size, os.SEEK_SET)
         return self
 
     def __exit__(
@@ -97,26 +105,11 @@ class Sink:
     ) -> None:
         os.close(self._descriptor)
 
-    def _take_up(self) -> None:
-        size = os.fstat(self._descriptor).st_size
-        if size > self.entry.size:
-            os.ftruncate(self._descriptor, 0)
-            size = 0
-        if size:
-            hash_file(self.part, self._hasher, lambda _: self._unless_stopped(), upto=size)
-            self.offset = size
-            self._progress.advance(size, fetched=False)
-        os.lseek(self._descriptor, self.offset, os.SEEK_SET)
-        self._begun = self.offset
-
     def reload(self) -> None:
         """Take up what another program wrote to the part file."""
         self._progress.advance(-self.offset)
         os.close(self._descriptor)
-        self._descriptor = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        self.offset = 0
-        self._hasher = FileHasher.of(self.entry)
-        self._take_up()
+        self.__enter__()
 
     def write(self, data: bytes | memoryview) -> None:
         """Append; raises SourceWrong past the manifest's size, DiskFull, or Cancelled."""
@@ -141,7 +134,7 @@ class Sink:
 
     def _unless_stopped(self) -> None:
         if self.stop.is_set():
-            raise Cancelled("stopped; what is fetched is kept for the next run")
+            raise Cancelled
 
     def _disk_error(self, error: OSError) -> RigctlError:
         # a short write may have happened: keep exactly what was counted and hashed

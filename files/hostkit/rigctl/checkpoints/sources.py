@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import requests
 
-from rigctl.checkpoints import secrets, verify
+from rigctl.checkpoints import verify
 from rigctl.checkpoints.children import follow
 from rigctl.checkpoints.http import (
     GaveUp,
@@ -25,6 +25,7 @@ from rigctl.checkpoints.http import (
     UnansweredError,
     check_status,
     origin_of,
+    secret_text,
 )
 from rigctl.checkpoints.hub import Hub
 from rigctl.checkpoints.paths import allocated
@@ -47,10 +48,9 @@ class Http(HttpFetcher):
         super().__init__(order, progress, stop)
         self._manifest_url = source.manifest_url or f"{source.url}/manifest.json"
         self._bases = [source.url, *([source.mirror] if source.mirror else [])]
-        self._token = secrets.text(order.token)
+        self._token = secret_text(order.token)
 
     def listing(self) -> Manifest:
-        """The manifest that the server publishes."""
         url = self._manifest_url
         location = Location(url, origin_of(url), self._token)
         try:
@@ -75,11 +75,9 @@ class Local(Origin):
         self._root = Path(source.path)
 
     def listing(self) -> Manifest:
-        """sha256 of the source's files."""
         return verify.manifest_of(self._root, self.name, self.order.source.selects)[0]
 
     def fetch(self, entry: File, sink: Sink) -> None:
-        """Copy from the sink's offset on."""
         place = self._root / entry.path
         try:
             size = place.stat().st_size
@@ -183,7 +181,6 @@ class Generator(Origin):
         return None
 
     def fill(self, directory: Path, entries: Sequence[File]) -> None:
-        """Run it."""
         command = own_process("rigctl", "tiny-kimi", self.name.partition(":")[2], str(directory))
         code, reason, _ = follow(command, lambda: 0, self.progress, self.stop)
         if code:

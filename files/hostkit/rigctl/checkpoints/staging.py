@@ -52,7 +52,6 @@ class Plan:
 
     @property
     def bytes_needed(self) -> int:
-        """Bytes still to fetch."""
         return self.bytes_total - self.bytes_here
 
     def to_json(self) -> dict[str, Any]:
@@ -97,7 +96,6 @@ class Job:
 
     @cached_property
     def source(self) -> FileSource | TreeSource:
-        """The order's source, opened once it is needed."""
         return open_source(self.order, self.progress, self.stop)
 
     # -- staging -------------------------------------------------------------------------------------------
@@ -571,7 +569,6 @@ def writable(place: Path, top: Path) -> Iterator[None]:
 
 
 def selection(entries: Sequence[File]) -> Manifest:
-    """A manifest of just these entries."""
     return Manifest.listed("selection", None, entries)
 
 

@@ -44,11 +44,9 @@ class FileHasher:
         return cls("sha256" if file.sha256 else "git_sha1", file.size)
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
-        """Add the next bytes."""
         self._hash.update(data)
 
     def digest(self) -> str:
-        """The named digest of everything so far."""
         return f"{self._kind}:{self._hash.hexdigest()}"
 
 

@@ -76,7 +76,6 @@ def _acquired(handle: IO[bytes], place: Path) -> bool:
 
 
 def is_locked(state: State, name: str) -> bool:
-    """Whether a job of this name is running."""
     try:
         with _lock(state.lock_path(f"name-{name}"), "a look", patience=0.0):
             return False
@@ -85,8 +84,6 @@ def is_locked(state: State, name: str) -> bool:
 
 
 class Workplace:
-    """One destination's `.NAME.partial`."""
-
     def __init__(self, destination: Path) -> None:
         self.destination = destination
         self.root = destination.parent / f".{destination.name}.partial"
@@ -163,7 +160,6 @@ class Workplace:
         return None
 
     def accept(self, entry: File, part: Path) -> Seen:
-        """Move a proved part into the tree."""
         place = make_parents(self.tree, entry.path)
         part.replace(place)
         seen = Seen.of(place.stat())
@@ -215,13 +211,11 @@ class Workplace:
 
 
 def part_name(entry: File) -> str:
-    """File name of an entry's part."""
     path = hashlib.sha256(entry.path.encode()).hexdigest()[:16]
     return f"{entry.digest().partition(':')[2]}-{path}"
 
 
 def remove_empty_directories(root: Path) -> None:
-    """Directories that pruning left empty."""
     for place, _, _ in os.walk(root, topdown=False):
         if Path(place) != root and not any(Path(place).iterdir()):
             Path(place).rmdir()

@@ -37,17 +37,13 @@ class Engine:
     version: str
 
     def __post_init__(self) -> None:
-        if self.name not in ("vllm", "sglang"):
-            raise RigctlError(f"engine {self.name!r} is not known: vllm or sglang")
         if not version_tuple(self.version):
             raise RigctlError(f"{self.version!r} is not an engine version")
 
     def at_least(self, version: str) -> bool:
-        """Whether this release is `version` or later."""
         return version_tuple(self.version) >= version_tuple(version)
 
     def known_architectures(self) -> tuple[str, ...]:
-        """Drafter architectures this release has."""
         if self.name == "vllm":
             return MHA + SPECULATORS + (MLA if self.at_least("0.18.0") else ())
         return MHA[:1] + (MLA[:1] if self.at_least("0.5.12") else ())

@@ -56,12 +56,6 @@ def _web_address(text: str) -> str:
     return text.rstrip("/")
 
 
-def _commit(text: str) -> str:
-    if not re.fullmatch(r"[0-9a-f]{40}", text):
-        raise ValueError("a branch or tag is a moving name: pin the commit (40 hex digits)")
-    return text
-
-
 Text = Annotated[str, StringConstraints(min_length=1)]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Z_][A-Z0-9_]*$")]
 Distribution = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")]
@@ -73,5 +67,5 @@ PythonVersion = Annotated[str, StringConstraints(pattern=r"^3\.\d+$")]
 Remote = Annotated[str, StringConstraints(min_length=1), AfterValidator(_no_secret)]
 Address = Annotated[str, AfterValidator(_address)]
 WebAddress = Annotated[str, AfterValidator(_web_address)]
-Commit = Annotated[str, AfterValidator(_commit)]
+Commit = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]

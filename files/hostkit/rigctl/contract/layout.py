@@ -43,10 +43,8 @@ FALLBACK_UNIT = "kimi-fallback@.service"
 
 
 def specification_path(configuration: str) -> str:
-    """The run specification of a serving configuration."""
     return f"{CONFIGURATIONS}/{configuration}.json"
 
 
 def unit_name(configuration: str) -> str:
-    """The systemd unit of a serving configuration."""
     return f"kimi-{configuration}.service"

@@ -27,27 +27,19 @@ class UnsafeName(ContractError, ValueError):
 
 def safe_relative(path: str) -> str:
     """Return `path` if it names a file strictly below a directory, else raise UnsafeName."""
-    reason = _unsafe_because(path)
-    if reason:
-        raise UnsafeName(f"unsafe file name {path!r}: {reason}; refuse the manifest or its source")
-    return path
-
-
-def _unsafe_because(path: str) -> str | None:  # noqa: PLR0911 one reason each
-    if not path:
-        return "it is empty"
-    if any(ord(character) < 32 or ord(character) == 127 for character in path):
-        return "it has control characters"
-    if "\\" in path:
-        return "it has a backslash"
-    if path.startswith("/"):
-        return "it is absolute"
     parts = path.split("/")
-    if {"", ".", ".."} & set(parts):
-        return "it has empty, '.' or '..' parts"
-    if any(len(os.fsencode(part)) > NAME_MAX for part in parts):
-        return f"a part is longer than {NAME_MAX} bytes"
-    return None
+    reasons = {
+        "it is empty": not path,
+        "it has control characters": any(ord(character) < 32 or ord(character) == 127 for character in path),
+        "it has a backslash": "\\" in path,
+        "it is absolute": path.startswith("/"),
+        "it has empty, '.' or '..' parts": bool({"", ".", ".."} & set(parts)),
+        f"a part is longer than {NAME_MAX} bytes": any(len(os.fsencode(part)) > NAME_MAX for part in parts),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UnsafeName(f"unsafe file name {path!r}: {reason}; refuse the manifest or its source")
+    return path
 
 
 def _digest(digits: int) -> StringConstraints:
@@ -119,7 +111,6 @@ class Manifest(Order):
 
     @cached_property
     def by_path(self) -> Mapping[str, File]:
-        """The files by their paths."""
         return {file.path: file for file in self.files}
 
     def wanted(self, source: Source, digests: Mapping[str, str]) -> Self:

@@ -34,6 +34,7 @@ SHAPES = {
     r"^[\w.-]+$": "a name of letters, digits, '.', '_' and '-'",
     r"^[\w.-]+/[\w.-]+$": "a repository is OWNER/NAME, such as moonshotai/Kimi-K2.5",
     r"^[0-9]+[%kmg]?$": "a number of bytes, with k, m or g for larger units, or a share of memory such as 50%",
+    r"^[0-9a-f]{40}$": "a branch or tag is a moving name: pin the commit (40 hex digits)",
     r"^[0-9a-f]{64}$": "a sha256 is 64 hex digits, 0-9 and a-f",
     r"^[0-9a-fA-F]{40}$": "a git blob id is 40 hex digits",
     r"^[0-9a-fA-F]{64}$": "a sha256 is 64 hex digits",
@@ -142,7 +143,6 @@ class Order(Part):
         return {**self.model_dump(mode="json"), "format": self.FORMAT}
 
     def text(self) -> str:
-        """The order as it lies on a host."""
         return json.dumps(self.document(), indent=1, sort_keys=True) + "\n"
 
 

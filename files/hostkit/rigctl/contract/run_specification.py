@@ -127,7 +127,6 @@ class RunSpecification(Order):
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where rigctl talks to the engine."""
         return self.endpoints[0]
 
     @property

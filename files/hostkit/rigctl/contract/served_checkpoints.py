@@ -1,14 +1,15 @@
-"""The checkpoints that a configuration serves with: in the run specification and in the order of pairs."""
+"""The checkpoints that a configuration serves with: in the run specification, and in the order to validate drafters
+against their targets before any unit is written (`rigctl checkpoints pairs`)."""
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rigctl.contract.eagle3_conventions import Convention
-from rigctl.contract.fields import Text
-from rigctl.contract.order import Part
+from rigctl.contract.fields import HostPath, Text
+from rigctl.contract.order import Order, Part
 
 
 class Training(Part):
@@ -61,3 +62,28 @@ class ServedCheckpoints(Part):
     trust_remote_code: bool
     training: Training | None
     """Of the drafter."""
+
+
+class DrafterPair(Part):
+    """A configuration with a drafter."""
+
+    name: Text
+    """Of the configuration."""
+    engine: Literal["vllm", "sglang"]
+    release: Text
+    target_path: HostPath
+    drafter_path: HostPath
+    """What the unit will read: the drafter as it is published, or its overlay."""
+    checkpoint_path: HostPath
+    """The drafter as it is published."""
+    checkpoints: ServedCheckpoints
+    environment: dict[Text, str] = {}
+    """Variables of the unit that permit to go beyond a model's limits."""
+
+
+class DrafterPairs(Order):
+    """Every configuration of a host with a drafter."""
+
+    FORMAT: ClassVar[int] = 1
+
+    pairs: list[DrafterPair]

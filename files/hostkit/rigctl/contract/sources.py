@@ -18,7 +18,6 @@ class Files(Part):
     exclude: list[Text] = []
 
     def selects(self, path: str) -> bool:
-        """Whether the patterns keep this path."""
         kept, dropped = (any(fnmatchcase(path, one) for one in found) for found in (self.include, self.exclude))
         return kept and not dropped
 

@@ -1,6 +1,6 @@
 """rigctl tiny-kimi: a Kimi-K2.5 of 6 MB and EAGLE-3 drafters, their answers and acceptance known beforehand.
 
-See docs/reference/tiny-kimi.md. The texts are in `automaton`, the engine's counters in `prediction`.
+See docs/reference/tiny-kimi.md. The texts are in `automaton`, the engine's counters in tests/support/tiny_kimi.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ KINDS = {
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand."""
     kinds = "\n".join(f"  {kind:<19} {purpose}" for kind, purpose in KINDS.items())
     parser = subparsers.add_parser(
         "tiny-kimi",
@@ -42,8 +41,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Write the checkpoint, or find that it is there."""
     # Not above: every rigctl command imports this module, and numpy takes longer than all the rest.
-    from rigctl.tiny_kimi.checkpoints import checkpoint_files
-    from rigctl.tiny_kimi.store import publish
+    from rigctl.tiny_kimi.checkpoints import checkpoint_files, publish
 
     files = checkpoint_files(arguments.kind)
     written = publish(files, arguments.destination)

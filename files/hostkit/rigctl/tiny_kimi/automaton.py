@@ -127,7 +127,6 @@ def token_ids() -> dict[str, int]:
 
 
 def id_of(token: str) -> int:
-    """The id of a chain token."""
     return _IDS[written_form(token)]
 
 

@@ -14,6 +14,67 @@ MAX_POSITIONS = 4096
 _BOS, _EOS, _PAD = (SPECIAL_TOKENS[name] for name in ("[BOS]", "[EOS]", "[PAD]"))
 _END_OF_TURN = SPECIAL_TOKENS[automaton.END_OF_TURN]
 
+# Present as in the real model, without weights: engines serve the language model only.
+_VISION: dict[str, Any] = {
+    "model_type": "kimi_k25",
+    "patch_size": 14,
+    "init_pos_emb_height": 64,
+    "init_pos_emb_width": 64,
+    "init_pos_emb_time": 4,
+    "pos_emb_type": "divided_fixed",
+    "vt_num_attention_heads": 4,
+    "vt_num_hidden_layers": 2,
+    "vt_hidden_size": 64,
+    "vt_intermediate_size": 128,
+    "merge_kernel_size": [2, 2],
+    "merge_type": "sd2_tpool",
+    "mm_projector_type": "patchmerger",
+    "mm_hidden_size": 64,
+    "projector_hidden_act": "gelu",
+    "projector_ln_eps": 1e-5,
+    "text_hidden_size": HIDDEN,
+    "video_attn_type": "spatial_temporal",
+}
+
+_GENERATION: dict[str, Any] = {
+    "bos_token_id": _BOS,
+    "eos_token_id": [_END_OF_TURN, _EOS],
+    "pad_token_id": _PAD,
+    # Greedy by default: at temperature > 0 vLLM on CPU without Triton rejects good drafts (vllm#55005).
+    "temperature": 0.0,
+}
+
+_PREPROCESSOR: dict[str, Any] = {
+    "image_processor_type": "KimiK25VisionProcessor",
+    "media_proc_cfg": {
+        "in_patch_limit": 16384,
+        "in_patch_limit_each_frame": 4096,
+        "in_patch_limit_video": 16384,
+        "patch_limit_on_one_side": 512,
+        "patch_size": 14,
+        "merge_kernel_size": 2,
+        "temporal_merge_kernel_size": 4,
+        "fixed_output_tokens": None,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "sample_fps": 2.0,
+        "timestamp_mode": "hh:mm:ss.fff",
+        "config_type": "media_proc.processors.moonvit.MoonViTMediaProcessorConfig",
+    },
+}
+
+_BYTE_LEVEL: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+_TOKENIZER_CONFIG: dict[str, Any] = {
+    # Read by transformers 4 and 5 alike.
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "[BOS]",
+    "eos_token": "[EOS]",
+    "pad_token": "[PAD]",
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": MAX_POSITIONS,
+}
+
 # Turns as Kimi-K2 writes them. The last token decides what the target does: answer, think first, or call a
 # tool (not again once the tool has returned).
 CHAT_TEMPLATE = """\
@@ -84,18 +145,17 @@ class TinyKimiProcessor:
 def processor_files() -> dict[str, bytes]:
     """A processor as remote code, and the settings that name it."""
     named = {"auto_map": {"AutoProcessor": f"{PROCESSOR_FILE.removesuffix('.py')}.TinyKimiProcessor"}}
-    settings = _json({**_preprocessor_config(), **named})
+    settings = _json({**_PREPROCESSOR, **named})
     return {"preprocessor_config.json": settings, PROCESSOR_FILE: PROCESSOR.encode()}
 
 
 def target_files(shape: target.Shape = target.SMALL) -> dict[str, bytes]:
-    """Everything of the target but its tensors."""
     return {
         "config.json": _json(_target_config(shape)),
-        "generation_config.json": _json(_generation_config()),
-        "preprocessor_config.json": _json(_preprocessor_config()),
+        "generation_config.json": _json(_GENERATION),
+        "preprocessor_config.json": _json(_PREPROCESSOR),
         "tokenizer.json": _json(_tokenizer()),
-        "tokenizer_config.json": _json(_tokenizer_config()),
+        "tokenizer_config.json": _json(_TOKENIZER_CONFIG),
         "chat_template.jinja": CHAT_TEMPLATE.encode(),
     }
 
@@ -124,7 +184,7 @@ def _target_config(shape: target.Shape) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
         "use_unified_vision_chunk": True,
         "text_config": _text_config(shape),
-        "vision_config": _vision_config(),
+        "vision_config": _VISION,
     }
 
 
@@ -170,61 +230,6 @@ def _text_config(shape: target.Shape) -> dict[str, Any]:
     }
 
 
-def _vision_config() -> dict[str, Any]:
-    """Present as in the real model, without weights: engines serve the language model only."""
-    return {
-        "model_type": "kimi_k25",
-        "patch_size": 14,
-        "init_pos_emb_height": 64,
-        "init_pos_emb_width": 64,
-        "init_pos_emb_time": 4,
-        "pos_emb_type": "divided_fixed",
-        "vt_num_attention_heads": 4,
-        "vt_num_hidden_layers": 2,
-        "vt_hidden_size": 64,
-        "vt_intermediate_size": 128,
-        "merge_kernel_size": [2, 2],
-        "merge_type": "sd2_tpool",
-        "mm_projector_type": "patchmerger",
-        "mm_hidden_size": 64,
-        "projector_hidden_act": "gelu",
-        "projector_ln_eps": 1e-5,
-        "text_hidden_size": HIDDEN,
-        "video_attn_type": "spatial_temporal",
-    }
-
-
-def _generation_config() -> dict[str, Any]:
-    return {
-        "bos_token_id": _BOS,
-        "eos_token_id": [_END_OF_TURN, _EOS],
-        "pad_token_id": _PAD,
-        # Greedy by default: at temperature > 0 vLLM on CPU without Triton rejects good drafts (vllm#55005).
-        "temperature": 0.0,
-    }
-
-
-def _preprocessor_config() -> dict[str, Any]:
-    return {
-        "image_processor_type": "KimiK25VisionProcessor",
-        "media_proc_cfg": {
-            "in_patch_limit": 16384,
-            "in_patch_limit_each_frame": 4096,
-            "in_patch_limit_video": 16384,
-            "patch_limit_on_one_side": 512,
-            "patch_size": 14,
-            "merge_kernel_size": 2,
-            "temporal_merge_kernel_size": 4,
-            "fixed_output_tokens": None,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
-            "sample_fps": 2.0,
-            "timestamp_mode": "hh:mm:ss.fff",
-            "config_type": "media_proc.processors.moonvit.MoonViTMediaProcessorConfig",
-        },
-    }
-
-
 def _tokenizer() -> dict[str, Any]:
     """Byte-level BPE without merges: a known word is found whole, anything else falls apart into bytes."""
     added = SPECIAL_TOKENS | MARKER_TOKENS
@@ -237,9 +242,9 @@ def _tokenizer() -> dict[str, Any]:
             _added_token(number, token) for token, number in sorted(added.items(), key=lambda item: item[1])
         ],
         "normalizer": None,
-        "pre_tokenizer": _byte_level(),
+        "pre_tokenizer": _BYTE_LEVEL,
         "post_processor": None,
-        "decoder": _byte_level(),
+        "decoder": _BYTE_LEVEL,
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -264,22 +269,6 @@ def _added_token(number: int, token: str) -> dict[str, Any]:
         "rstrip": False,
         "normalized": False,
         "special": token in SPECIAL_TOKENS,
-    }
-
-
-def _byte_level() -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-
-
-def _tokenizer_config() -> dict[str, Any]:
-    return {
-        # Read by transformers 4 and 5 alike.
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "[BOS]",
-        "eos_token": "[EOS]",
-        "pad_token": "[PAD]",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": MAX_POSITIONS,
     }
 
 
