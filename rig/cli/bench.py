@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +13,8 @@ from rig.bench.fairness import is_noise
 from rig.bench.plots import PlottingMissing
 from rig.bench.views import diagnose_point
 from rig.catalog.entries import ROOT
-from rig.cli.arguments import Parser, end_with_parent, limit_options
-from rig.cli.converge import FAILED, asked_hosts, ended, pyinfra
+from rig.cli.arguments import Parser
+from rig.cli.converge import FAILED, asked_hosts, ended, run_pyinfra
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -25,10 +23,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     hosts = asked_hosts(arguments.inventory, arguments.limit)
     data = {"bench_sweep": arguments.sweep, "bench_configurations": arguments.configs}
     options = [word for key, value in data.items() if value for word in ("--data", f"{key}={value}")]
-    options += limit_options(arguments.limit)
-    environment = {**os.environ, "KIMI_RIG_LEDGER": str(arguments.ledger.resolve())}
-    command = pyinfra(*options, arguments.inventory, "benchmark.py", "-y")
-    status = subprocess.run(command, check=False, cwd=ROOT, env=environment, preexec_fn=end_with_parent).returncode
+    ledger_place = {"KIMI_RIG_LEDGER": str(arguments.ledger.resolve())}
+    status = run_pyinfra(
+        arguments.inventory, arguments.limit, "benchmark.py", *options, "-y", set_=ledger_place
+    ).returncode
     entries = ledger.read(arguments.ledger)
     new = [entry for entry in ledger.results(entries) if entry.id not in before]
     for path in report.write(entries, arguments.out):

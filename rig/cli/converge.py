@@ -18,8 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from functools import cache
@@ -28,6 +27,7 @@ from typing import Any
 
 from rig.catalog.entries import ROOT, check_all
 from rig.catalog.yaml_source import CatalogError
+from rig.cli import ssh
 from rig.cli.arguments import Parser, end_with_parent, hosts_parser, limit_options
 from rig.cli.connect import talk_text
 from rig.operations.common import PLAN_LOG, REFUSED
@@ -115,12 +115,7 @@ def inventory_hosts(inventory: str) -> list[dict[str, Any]]:
     if not (ROOT / inventory).is_file():
         raise RunFailed(f"there is no inventory file {inventory}; inventories lie in inventory/")
     result = subprocess.run(
-        pyinfra(inventory, "debug-inventory", "--json"),
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-        cwd=ROOT,
+        pyinfra(inventory, "debug-inventory", "--json"), capture_output=True, errors="replace", check=False, cwd=ROOT
     )
     if result.returncode != 0 or not result.stdout.strip():
         said = [line for line in result.stderr.strip().splitlines() if not line.startswith("-->")]
@@ -199,21 +194,39 @@ def _prompted(inventory: str) -> tuple[str, ...]:
     return tuple(options)
 
 
-def known_hosts_file() -> None:
-    """Make ~/.ssh/known_hosts as ssh does: without it pyinfra fails on the first new host, naming only the path."""
-    path = Path("~/.ssh/known_hosts").expanduser()
-    with suppress(OSError):
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        path.touch(mode=0o600)
+def ssh_config(inventory: str) -> Path:
+    """The file by which every verb reaches the hosts of an inventory (rig/cli/ssh.py). Raises RunFailed."""
+    try:
+        return ssh.config_of(inventory_hosts(inventory))
+    except ssh.WayError as error:
+        raise RunFailed(str(error)) from None
 
 
-def _run(inventory: str, arguments: Sequence[str], **more: Any) -> subprocess.CompletedProcess[str]:
-    secrets = _prompted(inventory) if DEPLOY_FILE in arguments else ()
-    command = pyinfra(*secrets, *arguments)
-    known_hosts_file()
+def run_pyinfra(
+    inventory: str,
+    limits: Sequence[str],
+    deploy_file: str,
+    *extra: str,
+    set_: Mapping[str, str] | None = None,
+    **more: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Run a deploy file on the hosts asked for. pyinfra's exit code is 0 for some failures too. Raises RunFailed.
+
+    set_: environment variables.
+    """
+    options = [*limit_options(limits), "--data", f"ssh_config_file={ssh_config(inventory)}"]
+    if deploy_file == DEPLOY_FILE:
+        options += _prompted(inventory)
     # Descriptors of handed-on secrets are the only inheritable ones.
     return subprocess.run(
-        command, check=False, cwd=ROOT, close_fds=False, errors="replace", preexec_fn=end_with_parent, **more
+        pyinfra(*options, *extra, inventory, deploy_file),
+        check=False,
+        cwd=ROOT,
+        close_fds=False,
+        errors="replace",
+        preexec_fn=end_with_parent,
+        env={**os.environ, **(set_ or {})},
+        **more,
     )
 
 
@@ -233,9 +246,10 @@ def make_plan(
     if deploy_file == DEPLOY_FILE and not extra:  # options may override any data
         check_values(inventory, hosts)
     with tempfile.NamedTemporaryFile("r", prefix="kimi-rig-plan-") as log:
-        command = [*limit_options(limits), *extra, inventory, deploy_file, "--dry", "--json"]
-        said = {"stderr": subprocess.PIPE} if quiet else {}
-        result = _run(inventory, command, stdout=subprocess.PIPE, env={**os.environ, PLAN_LOG: log.name}, **said)
+        pipes = {"stdout": subprocess.PIPE, **({"stderr": subprocess.PIPE} if quiet else {})}
+        result = run_pyinfra(
+            inventory, limits, deploy_file, *extra, "--dry", "--json", set_={PLAN_LOG: log.name}, **pipes
+        )
         entries = [json.loads(line) for line in log]
     reached = {entry["host"] for entry in entries if entry.get("reached")}
     if quiet and (result.returncode != 0 or reached.symmetric_difference(hosts)):
@@ -273,9 +287,11 @@ def plan_of(hosts: list[str], operations: Iterable[dict[str, Any]], entries: Ite
     return Plan(hosts, changes, pending, notices, findings)
 
 
-def run_pyinfra(inventory: str, limits: Sequence[str], deploy_file: str, extra: Sequence[str] = ()) -> int:
-    """Run a deploy file on the hosts asked for; pyinfra's exit code, which is 0 for some failures too."""
-    return _run(inventory, [*limit_options(limits), *extra, inventory, deploy_file, "-y"]).returncode
+def change_hosts(inventory: str, limits: Sequence[str], deploy_file: str, what: str, extra: Sequence[str] = ()) -> None:
+    """Run a deploy file for good. Raises RunFailed when pyinfra says that it failed."""
+    status = run_pyinfra(inventory, limits, deploy_file, *extra, "-y").returncode
+    if status != 0:
+        raise RunFailed(f"the {what} failed (pyinfra's exit code {status}); the next one goes on where it ended")
 
 
 def plan_command(arguments: argparse.Namespace) -> int:
@@ -296,9 +312,7 @@ def deploy_command(arguments: argparse.Namespace) -> int:
     if plan.refusals:
         raise RunFailed("refused, nothing was changed on any host:\n" + "\n".join(plan.refusals))
     before = plan.findings  # the run below reports them
-    status = run_pyinfra(arguments.inventory, arguments.limit, DEPLOY_FILE, arguments.pyinfra)
-    if status != 0:
-        raise RunFailed(f"the deploy failed (pyinfra's exit code {status}); the next one goes on where it ended")
+    change_hosts(arguments.inventory, arguments.limit, DEPLOY_FILE, "deploy", arguments.pyinfra)
     if plan.changes:
         plan = make_plan(arguments.inventory, arguments.limit, arguments.pyinfra, quiet=True)
     _write_json(plan, arguments)

@@ -6,17 +6,15 @@ Exit codes: 0 printed; 1 a host could not be read.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rig.artifacts.host_checks import findings
-from rig.catalog.entries import ROOT, check_all
-from rig.cli.arguments import Parser, limit_options
-from rig.cli.converge import RunFailed, asked_hosts, ended, pyinfra
+from rig.catalog.entries import check_all
+from rig.cli.arguments import Parser
+from rig.cli.converge import RunFailed, asked_hosts, ended, run_pyinfra
 from rig.facts.host import FactsError, parse_host
 from rig.host.explanation import explain_json, explain_text
 from rig.host.topology import decide
@@ -31,9 +29,9 @@ def live_pages(inventory: str, limits: Sequence[str]) -> list[dict[str, Any]]:
     """The pages of live hosts. Raises RunFailed when one of them could not be read."""
     hosts = asked_hosts(inventory, limits)
     with tempfile.NamedTemporaryFile("r", prefix="kimi-rig-pages-") as pages:
-        command = pyinfra(*limit_options(limits), inventory, "tasks/explain.py", "--dry")
-        environment = {**os.environ, PAGES: pages.name}
-        result = subprocess.run(command, capture_output=True, errors="replace", check=False, cwd=ROOT, env=environment)
+        result = run_pyinfra(
+            inventory, limits, "tasks/explain.py", "--dry", set_={PAGES: pages.name}, capture_output=True
+        )
         found = [json.loads(line) for line in pages]
     if missing := sorted(set(hosts) - {page["host"] for page in found}):
         raise RunFailed(f"no page for {', '.join(missing)}:\n{result.stderr.strip()}")

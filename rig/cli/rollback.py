@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 
 from rig.cli.arguments import hosts_parser
-from rig.cli.converge import CONVERGED, WOULD_CHANGE, RunFailed, ended, make_plan, print_notices, run_pyinfra
+from rig.cli.converge import CONVERGED, WOULD_CHANGE, RunFailed, change_hosts, ended, make_plan, print_notices
 
 DEPLOY_FILE = "tasks/rollback.py"
 
@@ -25,9 +25,7 @@ def rollback(arguments: argparse.Namespace) -> int:
         raise RunFailed("\n".join(plan.refusals))
     if arguments.plan:
         return plan.exit_code(WOULD_CHANGE)
-    status = run_pyinfra(arguments.inventory, arguments.limit, DEPLOY_FILE, to)
-    if status != 0:
-        raise RunFailed(f"the rollback failed (pyinfra's exit code {status}); run it again: it goes on where it ended")
+    change_hosts(arguments.inventory, arguments.limit, DEPLOY_FILE, "rollback", to)
     left = make_plan(arguments.inventory, arguments.limit, ["--data", "rollback_again=yes"], DEPLOY_FILE)
     if left.changes:
         raise RunFailed(f"not rolled back, this is left to do:\n{left.text()}")

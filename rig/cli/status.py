@@ -14,14 +14,15 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from rig.artifacts.receipt import receipt_items
 from rig.artifacts.rollback_states import rollback_text, rolled_back
 from rig.catalog.entries import check_all
+from rig.cli import ssh
 from rig.cli.arguments import hosts_parser
-from rig.cli.connect import ssh_words
-from rig.cli.converge import FAILED, asked_hosts, ended, inventory_hosts
+from rig.cli.converge import FAILED, asked_hosts, ended, inventory_hosts, ssh_config
 from rig.host.settings import HostSettings
 from rig.operations.hostkit import hostkit_path
 from rig.plan.host_plan import host_plan
@@ -29,7 +30,7 @@ from rigctl.contract import layout
 
 SECONDS = 40
 
-_SCRIPT = f"""
+_SCRIPT = f"""export {" ".join(f"{key}={value}" for key, value in layout.LOCALE.items())}
 section() {{ printf '\\n== %s\\n' "$1"; }}
 section system; ( . /etc/os-release; echo "$ID-$VERSION_ID" )
 section receipt; cat {layout.RECEIPT}
@@ -152,16 +153,15 @@ def _json(text: str) -> Any:
         return None
 
 
-def ask(name: str, data: Mapping[str, Any]) -> HostStatus:
-    """Read one host's status. Never raises for a host that does not answer."""
+def ask(name: str, data: Mapping[str, Any], config: Path) -> HostStatus:
+    """Read one host's status. Never raises for a host that does not answer. config: rig/cli/ssh.py's file."""
     if name.startswith("@") and name != "@local":
         return HostStatus(name, reached=False, trouble="no machine stands behind this name (pyinfra's connectors)")
     shell = ["sudo", "-n", "sh", "-s"] if data.get("_sudo") else ["sh", "-s"]
-    options = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-    command = shell if name == "@local" else [*ssh_words(name, data, *options), shlex.join(shell)]
+    command = shell if name == "@local" else [*ssh.words(config, name), shlex.join(shell)]
     try:
         result = subprocess.run(
-            command, input=_SCRIPT, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False
+            command, input=_SCRIPT, capture_output=True, errors="replace", timeout=SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         return HostStatus(name, reached=False, trouble=f"no answer in {SECONDS} s")
@@ -177,8 +177,9 @@ def status(inventory: str, limits: Sequence[str]) -> list[HostStatus]:
     """The status of every host asked for, in the inventory's order. Raises RunFailed, CatalogError."""
     names = asked_hosts(inventory, limits)
     data = {host["name"]: host["data"] for host in inventory_hosts(inventory)}
+    config = ssh_config(inventory)
     with ThreadPoolExecutor(max_workers=8) as pool:
-        return list(pool.map(lambda name: ask(name, data[name]), names))
+        return list(pool.map(lambda name: ask(name, data[name], config), names))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from rig.cli.arguments import hosts_parser
-from rig.cli.converge import CONVERGED, FAILED, Plan, RunFailed, ended, make_plan, run_pyinfra
+from rig.cli.converge import CONVERGED, FAILED, Plan, RunFailed, change_hosts, ended, make_plan
 
 DEPLOY_FILE = "tasks/uninstall.py"
 
@@ -48,9 +48,7 @@ def uninstall(arguments: argparse.Namespace) -> int:
     if not agreed(arguments):
         print("nothing was removed")
         return FAILED
-    status = run_pyinfra(arguments.inventory, arguments.limit, DEPLOY_FILE)
-    if status != 0:
-        raise RunFailed(f"the uninstall failed (pyinfra's exit code {status}); run it again: it goes on where it ended")
+    change_hosts(arguments.inventory, arguments.limit, DEPLOY_FILE, "uninstall")
     left = make_plan(arguments.inventory, arguments.limit, deploy_file=DEPLOY_FILE)
     if left.changes:
         raise RunFailed(f"this is left:\n{text(left)}")

@@ -21,7 +21,8 @@ from rig.host.nvidia_driver import Action, DriverStep
 from rig.host.preflight import Finding, Severity
 from rig.host.settings import Setting
 from rig.host.system_files import HostFile
-from rig.operations.common import Commands, changes, found, note, refuse, remember, remember_packages, script
+from rig.operations import apt
+from rig.operations.common import Commands, changes, found, note, refuse, remember_packages, script
 from rig.operations.files import Directory, File
 from rig.plan.neighbours import who
 from rigctl.contract import layout
@@ -37,7 +38,6 @@ NOT_BUILT = (
     "the driver's packages are installed, and there is no nvidia module for this kernel: see `dkms status` and "
     "/var/lib/dkms/nvidia/*/build/make.log; deploy again once it is built"
 )
-APT = "DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l apt-get -qy -o DPkg::Lock::Timeout=300"
 
 
 def entries(files: Sequence[HostFile]) -> list[Directory | File]:
@@ -60,19 +60,6 @@ def checked(findings: Sequence[Finding]) -> Commands:
     host.noop(f"{len(findings)} findings, none of them an error" if findings else "nothing found")
 
 
-def repository_added(keyring: Sequence[str]) -> list[str]:
-    """Script lines that add NVIDIA's package repository. keyring: URL and sha256 of the package that brings it."""
-    url, digest = keyring
-    return [
-        't=$(mktemp); trap "rm -f $t" EXIT',
-        f'curl -fsSL --retry 3 --max-time 300 -o "$t" {shlex.quote(url)}',
-        f'echo {shlex.quote(digest)} "$t" | sha256sum -c --quiet',
-        f"dpkg -s cuda-keyring >/dev/null 2>&1 || {{ {remember('package', 'cuda-keyring')}; }}",
-        'dpkg -i "$t" >/dev/null',
-        f"{APT} update >/dev/null",
-    ]
-
-
 @operation()
 def driver(step: DriverStep, packages: Sequence[str], keyring: Sequence[str]) -> Commands:
     """The driver's packages from NVIDIA's repository, held at their version.
@@ -90,19 +77,19 @@ def driver(step: DriverStep, packages: Sequence[str], keyring: Sequence[str]) ->
         return
     note(f"{step.reason}: install {', '.join(packages)}")
     names = " ".join(map(shlex.quote, packages))
-    yield script(
-        "dpkg --configure -a >/dev/null",
-        *repository_added(keyring),
+    yield from apt.work(
+        *apt.repository_added(keyring),
         # What an earlier deploy held, and nothing that the operator holds.
+        "free",
         f'for p in $(apt-mark showhold); do ! grep -qxF "package $p" {layout.CREATED} || apt-mark unhold $p; done '
         ">/dev/null",
-        f"apt-mark unhold {names} >/dev/null 2>&1 || true",
+        f"free; apt-mark unhold {names} >/dev/null 2>&1 || true",
         # Not those that the operator has: they are upgraded, and stay at an uninstall.
         remember_packages(packages, HEADERS),
         f"d=$(apt-get -s install --no-install-recommends {names} {HEADERS} | {DRIVER_PARTS})",
-        f"{APT} install --no-install-recommends {HEADERS} {names} >/dev/null 8>&-",
+        f"{apt.INSTALL} {HEADERS} {names} >/dev/null 8>&-",
         # All parts: an upgrade of one library alone is a driver/library mismatch.
-        f"apt-mark hold {names} $d >/dev/null",
+        f"free; apt-mark hold {names} $d >/dev/null",
         "disk=$(modinfo -F version nvidia 2>/dev/null || true)",
         f'[ -n "$disk" ] || {{ echo {shlex.quote(NOT_BUILT)} >&2; exit 1; }}',
         # A card that nouveau holds is given up at the next boot only; an older driver stays until then.

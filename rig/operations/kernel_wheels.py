@@ -12,9 +12,8 @@ from pyinfra.api import operation
 
 from rig.catalog.entries import Kernel
 from rig.facts.state import InstalledPackages, JsonFile, Lines
-from rig.operations import jobs
+from rig.operations import apt, jobs
 from rig.operations.common import Commands, note, notice, refuse, remember, remember_packages, script
-from rig.operations.host_settings import APT, repository_added
 from rigctl.contract import layout
 from rigctl.contract.kernel_job import KernelJob
 from rigctl.contract.order import ContractError
@@ -41,12 +40,11 @@ def toolkit(packages: Sequence[str], keyring: Sequence[str]) -> Commands:
             "system: add it, or set the kernel's mode to wheel"
         )
         return
-    adding = "; ".join(repository_added(keyring))
-    yield script(
-        "dpkg --configure -a >/dev/null",
+    adding = "; ".join(apt.repository_added(keyring))
+    yield from apt.work(
         f"{known} || {{ {adding}; }}",
         remember_packages(missing),
-        f"{APT} install --no-install-recommends {names} >/dev/null 8>&-",
+        f"{apt.INSTALL} {names} >/dev/null 8>&-",
     )
 
 

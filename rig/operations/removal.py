@@ -11,6 +11,7 @@ from pyinfra.api import operation
 from rig.facts.created import CreatedThings, PackagesRemovedWith
 from rig.facts.state import Lines
 from rig.host.system_files import OUR_ARGUMENTS
+from rig.operations import apt
 from rig.operations.common import Commands, note, notice, reached, refuse, script
 from rig.plan import removal
 from rigctl.contract import layout
@@ -96,14 +97,10 @@ def packages_removed() -> Commands:
     note(f"packages are removed: {', '.join(gone)}")
     keep_config = [name for name in gone if name in created.names("package-keep-config")]
     purge = [name for name in gone if name not in keep_config]
-    apt = (
-        "DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l apt-get -qy -o DPkg::Lock::Timeout=300 "
-        "-o APT::Get::AutomaticRemove=false --allow-change-held-packages"
-    )
-    yield script(
-        "dpkg --configure -a >/dev/null 2>&1 || true",
+    remove = f"{apt.APT} -o APT::Get::AutomaticRemove=false --allow-change-held-packages"
+    yield from apt.work(
         *(
-            f"{apt} {verb} {_words(names)} >/dev/null"
+            f"{remove} {verb} {_words(names)} >/dev/null"
             for verb, names in (("purge", purge), ("remove", keep_config))
             if names
         ),

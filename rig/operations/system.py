@@ -11,6 +11,7 @@ from pyinfra import host, logger
 from pyinfra.api import operation
 
 from rig.facts.state import InstalledPackages, Lines, PathStates, UnitProperties
+from rig.operations import apt
 from rig.operations.common import Commands, changes, note, notice, pending, refuse, remember, remember_packages, script
 from rig.operations.files import File, difference
 from rigctl.contract import layout
@@ -24,17 +25,10 @@ def packages(names: Sequence[str]) -> Commands:
     details = [f"packages to install: {', '.join(missing)}"] if missing else []
     if not changes(details, f"{len(names)} packages are installed"):
         return
-    quoted = " ".join(map(shlex.quote, missing))
-    apt = (
-        "DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l apt-get -qy -o DPkg::Lock::Timeout=300 "
-        "-o APT::Keep-Downloaded-Packages=false"
-    )
-    yield script(
-        # A dpkg that was killed half-way is finished first.
-        "dpkg --configure -a >/dev/null",
-        f"{apt} update >/dev/null",
+    yield from apt.work(
+        f"{apt.APT} update >/dev/null",
         remember_packages(missing),
-        f"{apt} install --no-install-recommends {quoted} >/dev/null 8>&-",
+        f"{apt.INSTALL} {shlex.join(missing)} >/dev/null 8>&-",
     )
 
 

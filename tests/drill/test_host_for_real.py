@@ -97,7 +97,7 @@ class HostBox:
         """The box as verification sees it, with the same cards."""
         (entry,) = verification.inventory_hosts(self.box.inventory)
         data = {**entry["data"], **self.data(**more)}
-        host = verification._connect(entry["name"], data, ROOT / ".plan")
+        host = verification.connect(entry["name"], data, verification.ssh_config(self.box.inventory))
         found = HostReport().process(
             host.run(HostReport().command({**questions(data), "driver_source": None})).stdout.splitlines()
         )

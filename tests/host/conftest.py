@@ -6,6 +6,7 @@ pytest tests/host --inventory inventory/gpu.py [--limit NAME]
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from testinfra.host import Host
 from rig.artifacts.rollback_states import rolled_back, state_file, state_of
 from rig.catalog.entries import check_all
 from rig.catalog.yaml_source import CatalogError
-from rig.cli.converge import RunFailed, asked_hosts, inventory_hosts
+from rig.cli import ssh
+from rig.cli.converge import RunFailed, asked_hosts, inventory_hosts, ssh_config
 from rig.facts.report import HostReport
 from rig.plan.host_plan import HostPlan, plan_from_facts, questions
 from rigctl.contract import layout
@@ -68,26 +70,24 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         check_all()
         names = asked_hosts(inventory, session.config.getoption("--limit"))
         entries = {entry["name"]: entry["data"] for entry in inventory_hosts(inventory)}
-        folder = Path(session.config.rootpath) / ".plan"
+        config = ssh_config(inventory)
         targets: list[Target] = []
         hosts: dict[str, str | None] = dict.fromkeys(names)
         for name in names:
             try:
-                targets.append(_target(name, entries[name], folder))
+                targets.append(_target(name, entries[name], config))
             except (RunFailed, CatalogError) as error:
                 hosts[name] = str(error)
         session.config.stash[_TARGETS], session.config.stash[_HOSTS] = targets, hosts
     except (RunFailed, CatalogError) as error:
         raise pytest.UsageError(str(error)) from None
-    except PermissionError as error:
-        raise pytest.UsageError(f"{error.filename} cannot be written: {error.strerror}") from None
 
 
-def _target(name: str, data: dict[str, Any], folder: Path) -> Target:
+def _target(name: str, data: dict[str, Any], config: Path) -> Target:
     """Raises RunFailed, CatalogError for a host that cannot be verified."""
     if name.startswith("@") and name != "@local":
         raise RunFailed("no machine stands behind this name (pyinfra's connectors)")
-    host = _connect(name, data, folder)
+    host = connect(name, data, config)
     try:
         deployed = host.run(f"[ -e {layout.RECEIPT} ] && echo yes || echo no")
     except RuntimeError as error:  # testinfra's, when ssh itself fails
@@ -110,35 +110,27 @@ def _target(name: str, data: dict[str, Any], folder: Path) -> Target:
 def _json(host: Host, path: str) -> dict[str, Any]:
     """A JSON object on the host; empty when it is absent or damaged."""
     try:
-        found = json.loads(host.run(f"cat {path}").stdout)
+        found = json.loads(host.run("cat %s", path).stdout)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _connect(name: str, data: dict[str, Any], folder: Path) -> Host:
+def connect(name: str, data: dict[str, Any], config: Path) -> Host:
+    """The host, over the same way as every other verb. config: rig/cli/ssh.py's file."""
     sudo = bool(data.get("_sudo"))
     if name == "@local":
-        return testinfra.get_host("local://", sudo=sudo)
-    folder.mkdir(exist_ok=True)
-    config = folder / f"ssh-{name}"
-    config.write_text(_ssh_config(name, data, folder))
-    return testinfra.get_host(f"ssh://{name}", ssh_config=str(config), sudo=sudo)
-
-
-def _ssh_config(name: str, data: dict[str, Any], folder: Path) -> str:
-    """The inventory's connection data as an ssh_config; what it leaves open is the operator's own configuration."""
-    keys = {
-        "HostName": "ssh_hostname",
-        "Port": "ssh_port",
-        "User": "ssh_user",
-        "IdentityFile": "ssh_key",
-        "UserKnownHostsFile": "ssh_known_hosts_file",
-    }
-    lines = [f"Host {name}", *(f"  {option} {data[key]}" for option, key in keys.items() if data.get(key))]
-    lines += ["  BatchMode yes", "  ConnectTimeout 10", "  ControlMaster auto", "  ControlPersist 30"]
-    lines += [f"  ControlPath {folder}/cm-%C", f"Include {data.get('ssh_config_file') or '~/.ssh/config'}"]
-    return "\n".join(lines) + "\n"
+        host = testinfra.get_host("local://", sudo=sudo)
+    else:
+        words = shlex.join(["-o", "BatchMode=yes", "-o", "ControlMaster=auto", "-o", "ControlPersist=30"])
+        words += " " + shlex.join(["-o", f'ControlPath="{config.parent}/cm-%C"'])
+        host = testinfra.get_host(f"ssh://{ssh.alias(name)}", ssh_config=str(config), ssh_extra_args=words, sudo=sudo)
+    # What a host prints is read by programs: never translated, and one strange byte ends nothing.
+    backend, locale = host.backend, " ".join(f"{key}={value}" for key, value in layout.LOCALE.items())
+    original = backend.get_command
+    english = lambda command, *args: original(f"export {locale}; {backend.quote(command, *args)}")  # noqa: E731  # replaces a method
+    backend.get_command, backend.decode = english, lambda data: data.decode(errors="replace")
+    return host
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -199,13 +191,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"warning: {warning}")
 
 
-def run(host: Host, command: str) -> str:
-    """Standard output of a command that must succeed."""
-    result = host.run(command)
+def run(host: Host, command: str, *arguments: str) -> str:
+    """Standard output of a command that must succeed. arguments: for each %s in it, quoted for the shell."""
+    result = host.run(command, *arguments)
     assert result.rc == 0, f"`{command}` failed: {result.stderr.strip()}"
     return str(result.stdout)
 
 
 def json_of(host: Host, path: str) -> Any:
     """A JSON file on the host."""
-    return json.loads(run(host, f"cat {path}"))
+    return json.loads(run(host, "cat %s", path))

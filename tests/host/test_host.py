@@ -18,6 +18,7 @@ from rig.artifacts.units import conflicts, pairs
 from rig.catalog.entries import ROOT
 from rig.host.settings import ACS_UNIT
 from rig.host.system_files import POWER_UNIT
+from rig.operations.apt import LOGIN
 from rig.operations.base_paths import base_paths
 from rig.operations.files import Directory, File, Link
 from rig.operations.hostkit import SOURCE, hostkit_files, hostkit_path
@@ -27,6 +28,9 @@ from rigctl.engines.drift import KERNEL_RECORD, LOCK, read_lock
 from rigctl.engines.installed import normalised
 from rigctl.tiny_kimi.checkpoints import checkpoint_files as generated
 from tests.host.conftest import Target, json_of, run
+
+RESTARTS = 7
+"""So often an upgrade of libraries with needrestart was seen to restart ssh within seconds."""
 
 
 def test_host_can_be_verified(name: str, trouble: str | None) -> None:
@@ -49,6 +53,20 @@ def test_service_user_cannot_log_in(target: Target) -> None:
     assert user.exists, f"user {target.plan.data.service_user} is missing"
     assert user.shell == "/usr/sbin/nologin"
     assert user.uid < 1000, "it is a login user, not a system user"
+
+
+def test_package_work_leaves_the_login(target: Target, warnings: list[str]) -> None:
+    """A deploy resets ssh's counter and starts it again; an upgrade by others does not, and then nobody gets in."""
+    wanted = "-p Id -p ActiveState -p StartLimitBurst -p StartLimitIntervalUSec"
+    shown = run(target.host, f"systemctl show {wanted} {' '.join(LOGIN)}")
+    for block in shown.strip().split("\n\n"):
+        unit = dict(line.split("=", 1) for line in block.splitlines())
+        burst, interval = int(unit["StartLimitBurst"]), unit["StartLimitIntervalUSec"]
+        if unit["ActiveState"] == "active" and interval != "0" and burst <= RESTARTS:
+            warnings.append(
+                f"{target.name}: {unit['Id']} stays down after {burst} starts in {interval}, and upgrades reach that: "
+                f"`systemctl edit {unit['Id']}` and set StartLimitIntervalSec=0 under [Unit]"
+            )
 
 
 def test_base_paths(target: Target) -> None:
@@ -78,13 +96,15 @@ def test_environment_holds_what_its_lock_says(target: Target, environment: str) 
     assert target.host.file(f"{path}/kimi-rig.json").exists, f"{path} is not complete"
     assert target.host.file(f"{PurePosixPath(path).parent}/current").linked_to == path, "`current` is another one"
     listing = "import importlib.metadata as m; [print(d.name, d.version) for d in m.distributions()]"
-    installed = dict(line.split() for line in run(target.host, f"{path}/bin/python -I -c '{listing}'").splitlines())
+    installed = dict(
+        line.split() for line in run(target.host, "%s -I -c %s", f"{path}/bin/python", listing).splitlines()
+    )
     found = {normalised(name): version for name, version in installed.items()}
-    locked = read_lock(run(target.host, f"cat {path}/{LOCK}"))
+    locked = read_lock(run(target.host, "cat %s", f"{path}/{LOCK}"))
     if not rolled_back(target.present):
         assert locked == read_lock((ROOT / target.plan.environments[environment].lock).read_text())
     # A kernel library of ours is over the lock's, or beside it (test_kernel_libraries).
-    kernel = json.loads(run(target.host, f"cat {path}/{KERNEL_RECORD} 2>/dev/null || echo {{}}"))
+    kernel = json.loads(run(target.host, "cat %s 2>/dev/null || echo {}", f"{path}/{KERNEL_RECORD}"))
     locked |= {kernel["package"]: kernel["version"]} if kernel else {}
     wrong = [
         f"{name} {found.get(name, 'missing')} (lock: {version})"
@@ -98,7 +118,7 @@ def test_environment_holds_what_its_lock_says(target: Target, environment: str) 
 def test_environment_has_not_drifted(target: Target, environment: str) -> None:
     """Quick: sizes and times of every file against the record of the full proof at installation."""
     path = target.state["environments"][environment]
-    result = target.host.run(f"rigctl drift check --json --env {path}")
+    result = target.host.run(shlex.join(["rigctl", "drift", "check", "--json", "--env", path]))
     assert result.stdout.startswith("{"), f"{path}: rigctl does not say whether it drifted: {result.stderr.strip()}"
     report = json.loads(result.stdout)
     findings = [f"{each['where']}: {each['what']}" for each in report["findings"] if each["severity"] == "drift"]
@@ -107,7 +127,7 @@ def test_environment_has_not_drifted(target: Target, environment: str) -> None:
 
 def test_engine_variables_are_read(target: Target, environment: str, warnings: list[str]) -> None:
     """A variable that no file of the engine mentions is told, as the deploy tells it."""
-    proof = json_of(target.host, f"{layout.PROOFS}/{environment}-????????????????")
+    proof = json.loads(run(target.host, f"cat {layout.PROOFS}/{environment}-????????????????"))
     for variable in proof["unread_variables"]:
         warnings.append(f"{target.name}: {variable} is read nowhere in {environment}: mistyped, or of another version")
 
@@ -137,8 +157,8 @@ def test_checkpoint(target: Target, checkpoint: str) -> None:
     if isinstance(source, GeneratorSource):
         files = generated(source.generator)
         assert not differences(target, [File(f"{path}/{name}", data, mode="") for name, data in files.items()])
-    readable = f"runuser -u {target.plan.data.service_user} -- sh -c 'cat {path}/config.json >/dev/null'"
-    assert target.host.run(readable).rc == 0, f"{target.plan.data.service_user} cannot read {path}"
+    readable = target.host.run("runuser -u %s -- head -c 1 %s", target.plan.data.service_user, f"{path}/config.json")
+    assert readable.rc == 0, f"{target.plan.data.service_user} cannot read {path}"
 
 
 def test_drafters_fit(target: Target) -> None:
@@ -235,7 +255,7 @@ def differences(target: Target, entries: Sequence[Directory | File | Link]) -> l
         if not file.exists:
             found.append(f"{entry.path} is missing")
         elif isinstance(entry, Link):
-            if not file.is_symlink or run(target.host, f"readlink {entry.path}").strip() != entry.target:
+            if not file.is_symlink or run(target.host, "readlink %s", entry.path).strip() != entry.target:
                 found.append(f"{entry.path} does not point to {entry.target}")
         else:
             if isinstance(entry, File) and file.sha256sum != entry.digest:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 
+from rigctl.contract import layout
 from rigctl.errors import RigctlError
 
 MODULES: dict[str, str] = {
@@ -32,6 +34,7 @@ MODULES: dict[str, str] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; 0 done, 1 failed with a message on stderr, 2 wrong usage."""
+    os.environ.update(layout.LOCALE)
     parser = argparse.ArgumentParser(prog="rigctl", description="kimi-rig on this host.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     first = (argv if argv is not None else sys.argv[1:])[:1]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+LOCALE = {"LC_ALL": "C.UTF-8", "LANGUAGE": ""}
+"""Environment of every command whose words we read. With LC_ALL=C.UTF-8 alone LANGUAGE still translates (gettext)."""
+
 INSTALL = "/opt/kimi-rig"
 HOSTKIT = f"{INSTALL}/hostkit"
 RIGCTL = f"{HOSTKIT}/current/bin/rigctl"
