@@ -8,6 +8,8 @@ environment="../venv-$digest"
 if [ ! -e "$environment/complete" ]; then
     echo "making rigctl's environment"
     rm -rf "$environment"
+    settings=$(python3 rigctl/site_settings.py)
+    eval "$settings"
     python3 -m venv "$environment"
     "$environment/bin/python" -m pip install --no-cache-dir --quiet --quiet --require-hashes --only-binary :all: -r requirements.txt
     touch "$environment/complete"

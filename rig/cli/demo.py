@@ -67,11 +67,7 @@ def _port_free_or_ours(box: Box) -> None:
         if probe.connect_ex(("127.0.0.1", ENGINE_PORT)) != 0:
             return
     state = subprocess.run(
-        box.ssh_command("systemctl is-active 'kimi-vllm-*'"),
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
+        box.ssh_command("systemctl is-active 'kimi-vllm-*'"), capture_output=True, errors="replace", check=False
     )
     if "active" not in state.stdout.split():
         raise DemoFailed(f"port {ENGINE_PORT} on 127.0.0.1 is taken by something else; end it and run the demo again")

@@ -110,7 +110,6 @@ def write_lock(recipe: Recipe, folder: Path = LOCKS, upgrade: bool = False) -> P
             recipe.command(output, overrides, upgrade),
             input="".join(f"{package}\n" for package in recipe.packages),
             env=environment,
-            text=True,
             errors="replace",
             capture_output=True,
             check=False,

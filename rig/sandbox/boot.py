@@ -270,7 +270,7 @@ def in_box(box: Box, command: str, text: str | None = None, timeout: float = 30)
             argv,
             input="" if text is None else text,
             capture_output=True,
-            text=True,
+            errors="replace",
             errors="replace",
             timeout=timeout,
             check=False,

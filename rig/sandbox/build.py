@@ -127,7 +127,6 @@ def build_root(box: Box, machine: Machine, state: State, lock: int) -> None:
             input=sources,
             stdout=output,
             stderr=output,
-            text=True,
             errors="replace",
             pass_fds=(lock,),
             check=False,

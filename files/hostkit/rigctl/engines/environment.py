@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+from rigctl import site_settings
 from rigctl.contract.environment_build import EnvironmentBuild
 from rigctl.engines import drift, patches
 from rigctl.engines.installed import site_packages
@@ -93,16 +94,21 @@ def _prove(order: EnvironmentBuild) -> None:
 
 
 def _run(command: list[str], order: EnvironmentBuild, failed: str) -> None:
+    site, ignored = site_settings.environment("uv", os.environ)
+    for note in dict.fromkeys(ignored):
+        print(f"note: {note}", flush=True)
     environment = {
-        **os.environ,
+        **site,
         "UV_CACHE_DIR": str(order.cache),
         "UV_NO_PROGRESS": "1",
         "UV_PYTHON_DOWNLOADS": "never",
     }
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    result = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace", check=False
+    )
     if result.returncode != 0:
-        print(result.stdout.decode(errors="replace"), file=sys.stderr)
+        print(result.stdout, file=sys.stderr)
         raise RigctlError(
             f"{order.path}: {failed} (uv's words are above); it was not made and nothing uses it. "
             "Mend the cause (network, index, disk, a wrong hash in the lock) and deploy again"
@@ -124,7 +130,11 @@ def _index_options(order: EnvironmentBuild) -> list[str]:
 
 
 def _wheel_directories() -> list[Path]:
-    return [Path(word) for word in re.split(r"[\s,]+", os.environ.get("UV_FIND_LINKS", "")) if word]
+    return [
+        Path(word)
+        for word in re.split(r"[\s,]+", site_settings.environment("uv", os.environ)[0].get("UV_FIND_LINKS", ""))
+        if word
+    ]
 
 
 def _locked_wheel(lock: Path, package: str) -> str | None:

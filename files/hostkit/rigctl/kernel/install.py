@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rigctl import site_settings
 from rigctl.contract.kernel_job import KernelJob
 from rigctl.engines import drift
 from rigctl.engines.installed import distributions, interpreter, normalised, site_packages
@@ -249,9 +250,8 @@ def _uv(job: KernelJob, action: str, *arguments: str) -> None:
     cache = {"UV_CACHE_DIR": str(job.root.parent / ".cache"), "UV_NO_PROGRESS": "1", "UV_PYTHON_DOWNLOADS": "never"}
     done = subprocess.run(
         [*command, *arguments],
-        env={**os.environ, **cache},
+        env={**site_settings.environment("uv", os.environ)[0], **cache},
         capture_output=True,
-        text=True,
         errors="replace",
         check=False,
     )
