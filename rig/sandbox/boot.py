@@ -271,7 +271,6 @@ def in_box(box: Box, command: str, text: str | None = None, timeout: float = 30)
             input="" if text is None else text,
             capture_output=True,
             errors="replace",
-            errors="replace",
             timeout=timeout,
             check=False,
         )
