@@ -1,7 +1,5 @@
 """Benchmark: measure serving configurations one after another; results go to the ledger of this repository."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

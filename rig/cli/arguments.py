@@ -1,7 +1,5 @@
 """What our commands share: wrong usage and children that end with us."""
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import signal

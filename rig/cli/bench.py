@@ -1,7 +1,5 @@
 """`python -m rig.cli.bench`: run a sweep, list and compare the ledger, write the report."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

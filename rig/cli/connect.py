@@ -1,7 +1,5 @@
 """The exact lines with which to talk to a deployed host: a tunnel where it listens on loopback, and a request. Pure."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ Exit codes: 0 converged (deploy) or nothing to do (plan); 1 failed; 2 something 
 as a pending reboot allows; 64 wrong usage.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """`make demo`: from nothing to a served answer on this machine, with the time each phase took."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -5,8 +5,6 @@ recorded host with eight cards (rig/facts/turin-direct.json). Exit codes: 0 comp
 cannot be compared, 64 wrong usage.
 """
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import re

@@ -3,8 +3,6 @@
 Exit codes: 0 printed; 1 a host could not be read.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Sequence

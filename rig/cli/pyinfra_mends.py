@@ -5,8 +5,6 @@ stdlib, and turns in circles once the proxy has ended. Output: one byte that is 
 command is waited for in vain.
 """
 
-from __future__ import annotations
-
 import shlex
 import socket
 import subprocess

@@ -4,8 +4,6 @@ Nothing is started or stopped beyond the host's restart policy. Shows what it do
 2 (--plan) it would change something; 1 failed, or there is nothing to return to.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

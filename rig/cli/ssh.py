@@ -5,8 +5,6 @@ of the whole file, and a jump host's own settings for nothing. So OpenSSH resolv
 pyinfra, `make verify` and `make status` read the flat file that comes of it.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -5,8 +5,6 @@ Drift is what can be told cheaply: the host's receipt against this repository, a
 `make verify` proves the rest.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -3,8 +3,6 @@
 The plan is the deploy's own dry run; unit and explanation are what the deploy would write.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The model and drafters that were there before, training data, and packages that 
 would go first, then asks (or takes --yes). Exit codes: 0 nothing of ours is left; 1 failed or not agreed to.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What we brought to a host (/var/lib/kimi-rig/created), and what is there of it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterable, Sequence

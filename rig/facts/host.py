@@ -4,8 +4,6 @@ Every reading may be None: "unknown", with its reason under HostFacts.unknown. N
 output; only a document that is none at all raises FactsError.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

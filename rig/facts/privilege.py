@@ -1,7 +1,5 @@
 """Who we are on a host, asked without becoming root."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The pyinfra fact that reads a whole host in one remote command."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterable, Mapping

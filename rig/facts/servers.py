@@ -1,7 +1,5 @@
 """Who serves on a host already: processes on the ports that configurations want, and on the GPUs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

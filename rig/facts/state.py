@@ -1,7 +1,5 @@
 """Facts that operations compare with: each is one remote command in POSIX sh, and works on a bare host."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Which CUDA toolkit an engine compiles with at serve time. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from rig.catalog.entries import Release

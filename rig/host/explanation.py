@@ -1,7 +1,5 @@
 """The page an operator pins to the wall: what the host is, what was chosen for it, why, from where. Pure."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Iterator
 from itertools import groupby

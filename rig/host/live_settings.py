@@ -1,7 +1,5 @@
 """Where a setting stands on the host as it runs: live, staged for a reboot, or yet to be applied. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 

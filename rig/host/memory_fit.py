@@ -4,8 +4,6 @@ Sizes are bytes on one GPU unless said otherwise. What an engine needs beside th
 buffers) is read off published runs, so a verdict near the edge is a warning and not a refusal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A driver that works and is new enough is kept, whatever brought it there; none i
 running engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum

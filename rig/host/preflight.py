@@ -1,7 +1,5 @@
 """Everything that could fail later, found before anything long begins, and all of it at once. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What a host's facts decide about its units and its system: the typed values that flow from facts to templates."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """A host's settings as files: what stands in each, and what makes the system read it. Pure."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping

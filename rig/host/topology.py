@@ -12,8 +12,6 @@ topology and harmful on the next, and the sources contradict each other. The rul
 Sources are named as repo path or repo#thread. Daily summaries of rtx6kpro are chat digests: one of them is one report.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@ One platform, wheels only, every hash. An existing lock's versions are kept wher
 starts anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import os

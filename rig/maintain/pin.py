@@ -4,8 +4,6 @@ A hub entry without a revision gets the commit that the hub calls main now; --re
 source cannot be asked nothing is changed. Exit codes: 0 pinned, 1 not, 64 wrong usage.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

@@ -3,8 +3,6 @@
 With --check nothing is written; the exit code is 1 where a file differs from the contract.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -4,8 +4,6 @@ Package scripts and needrestart restart ssh. Five restarts within ten seconds ar
 down: so its counters are reset before the work, and whatever of it ran before runs afterwards.
 """
 
-from __future__ import annotations
-
 import shlex
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Directories and files that every host gets."""
 
-from __future__ import annotations
-
 from rig.operations.files import Directory, File, Link
 from rig.plan.host_plan import HostPlan
 from rigctl.contract import layout

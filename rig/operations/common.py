@@ -1,7 +1,5 @@
 """What all operations share: notes for the plan, refusals, secrets on standard input, the list of what we created."""
 
-from __future__ import annotations
-
 import base64
 import getpass
 import json

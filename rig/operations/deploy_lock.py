@@ -4,8 +4,6 @@ It is an flock held by a remote command whose standard input is this process: wh
 the command ends and the kernel lets the lock go. No stale lock can stay behind.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 from datetime import UTC, datetime

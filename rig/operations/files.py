@@ -1,7 +1,5 @@
 """Files, directories and links: all of a stage in one fact and one operation, each write atomic."""
 
-from __future__ import annotations
-
 import hashlib
 import shlex
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Host stage: driver packages, settings the running system has yet to take over, units at boot, the reboot."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 import time

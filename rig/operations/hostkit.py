@@ -1,7 +1,5 @@
 """The program that lives on the host (rigctl), in an environment of its own that no engine shares."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

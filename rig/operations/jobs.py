@@ -4,8 +4,6 @@ A job survives a lost connection; the next deploy finds it at work and follows i
 operation's time limit leaves its command running, and a retry starts a second one).
 """
 
-from __future__ import annotations
-
 import shlex
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tell what serves on a host already."""
 
-from __future__ import annotations
-
 from pyinfra import host
 from pyinfra.api import operation
 

@@ -1,7 +1,5 @@
 """Write the receipt: the last thing a deploy does, so a receipt never says more than is there."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from functools import cache

@@ -1,7 +1,5 @@
 """Uninstall: take away what the host's record says we brought, and nothing else. Each step can be repeated."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Packages, the service user and systemd's view of unit files."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Collection, Mapping, Sequence

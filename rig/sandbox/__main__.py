@@ -1,7 +1,5 @@
 """python -m rig.sandbox {up,stop,rm,ssh,status}: the life of a box."""
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import os

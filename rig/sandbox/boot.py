@@ -5,8 +5,6 @@ A process is the box's when its root directory is the box's root, or when it is 
 cannot be hit.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Where a box keeps its things, and how it is reached."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

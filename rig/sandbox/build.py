@@ -1,7 +1,5 @@
 """The box's file system: the root made by mmdebstrap or debootstrap, settings written before each boot."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

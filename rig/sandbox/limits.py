@@ -4,8 +4,6 @@ The document: `{"kernel": ..., "clock": false, "limits": {"MemoryMax": {"enforce
 `enforced` is null where the probe could not tell. In the box it lies at `IN_BOX`, for verification.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The functions take what they read (environment, texts) as arguments; `survey` reads the computer.
 """
 
-from __future__ import annotations
-
 import configparser
 import os
 import re
