@@ -1,11 +1,11 @@
-"""What our commands share: wrong usage and children that end with us."""
+"""What our commands share: their arguments, wrong usage, and children that end with us."""
 
 import argparse
 import ctypes
 import signal
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 USAGE = 64
 """Exit code of wrong usage (EX_USAGE of sysexits.h): argparse's own 2 would read as "something would change"."""
@@ -21,12 +21,36 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message}\n")
 
 
-def hosts_parser(module: str, doc: str | None) -> Parser:
-    """The parser of a command on the hosts of an inventory."""
+Options = Mapping[str, Mapping[str, Any]]
+"""Arguments of a command: a name, or a flag with its dashes -> what argparse's add_argument takes."""
+Verbs = Mapping[str, tuple[Callable[[argparse.Namespace], int], str, Options]]
+"""Verbs of a command: name -> (what runs it, its help, its arguments)."""
+
+NOTHING: Mapping[str, Any] = {}
+LIMIT: Options = {
+    "--limit": {"action": "append", "default": [], "help": "a host, a group or a pattern; may be repeated"},
+}
+HOSTS: Options = {"inventory": {"help": "such as inventory/gpu.py"}, **LIMIT}
+"""Of a command on the hosts of an inventory."""
+
+
+def parse(
+    module: str, doc: str | None, argv: Sequence[str] | None, options: Options = NOTHING, verbs: Verbs = NOTHING
+) -> argparse.Namespace:
+    """The arguments of `python -m module`; `.error(message)` of the answer ends as wrong usage does."""
     parser = Parser(prog=f"python -m {module}", description=(doc or "").split("\n", 1)[0])
-    parser.add_argument("inventory", help="such as inventory/gpu.py")
-    parser.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern; may be repeated")
-    return parser
+    tables = [(parser, options)]
+    if verbs:
+        subparsers = parser.add_subparsers(required=True, metavar="VERB")
+        for name, (run, what, more) in verbs.items():
+            verb = subparsers.add_parser(name, help=what)
+            verb.set_defaults(run=run)
+            tables.append((verb, more))
+    for each, table in tables:
+        for name, keywords in table.items():
+            each.add_argument(name, **keywords)
+    parser.set_defaults(error=parser.error)
+    return parser.parse_args(argv)
 
 
 def limit_options(limits: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ from rig.bench.fairness import is_noise
 from rig.bench.plots import PlottingMissing
 from rig.bench.views import diagnose_point
 from rig.catalog.entries import ROOT
-from rig.cli.arguments import Parser
+from rig.cli.arguments import HOSTS, Options, Verbs, parse
 from rig.cli.converge import FAILED, asked_hosts, ended, run_pyinfra
 
 
@@ -112,38 +112,34 @@ def diagnose_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = Parser(prog="python -m rig.cli.bench", description=(__doc__ or "").split("\n", 1)[0])
-    common = Parser(add_help=False)
-    common.add_argument("--ledger", type=Path, default=ledger.DIRECTORY, help="default: ledger/")
-    subparsers = made.add_subparsers(required=True, metavar="VERB")
-    running = subparsers.add_parser("run", parents=[common], help="measure configurations, then write the report")
-    running.add_argument("inventory", help="such as inventory/gpu.py")
-    running.add_argument("--configs", default="", help="names between spaces; default: all of the host")
-    running.add_argument("--sweep", default="", help="of inventory/benchmark.yaml; default: the host's")
-    running.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern")
-    running.add_argument("--out", type=Path, default=ROOT / ".bench", help="directory of the report, default .bench/")
-    running.set_defaults(run=run_command)
-    reporting = subparsers.add_parser("report", parents=[common], help="write report.html and report.md")
-    reporting.add_argument("--out", type=Path, default=ROOT / ".bench", help="directory, default .bench/")
-    reporting.add_argument("--reference-only", action="store_true", help="the reported figures alone")
-    reporting.set_defaults(run=report_command)
-    listing = subparsers.add_parser("list", parents=[common], help="one line a result")
-    listing.set_defaults(run=list_command)
-    comparing = subparsers.add_parser("compare", parents=[common], help="two configurations, load by load")
-    comparing.add_argument("one")
-    comparing.add_argument("other")
-    comparing.set_defaults(run=compare_command)
-    diagnosing = subparsers.add_parser("diagnose", parents=[common], help="why a drafter does badly")
-    diagnosing.add_argument("configuration")
-    diagnosing.set_defaults(run=diagnose_command)
-    return made
+LEDGER: Options = {"--ledger": {"type": Path, "default": ledger.DIRECTORY, "help": "default: ledger/"}}
+OUT: Options = {"--out": {"type": Path, "default": ROOT / ".bench", "help": "directory of the report, default .bench/"}}
+VERBS: Verbs = {
+    "run": (
+        run_command,
+        "measure configurations, then write the report",
+        {
+            **HOSTS,
+            "--configs": {"default": "", "help": "names between spaces; default: all of the host"},
+            "--sweep": {"default": "", "help": "of inventory/benchmark.yaml; default: the host's"},
+            **OUT,
+            **LEDGER,
+        },
+    ),
+    "report": (
+        report_command,
+        "write report.html and report.md",
+        {**OUT, "--reference-only": {"action": "store_true", "help": "the reported figures alone"}, **LEDGER},
+    ),
+    "list": (list_command, "one line a result", LEDGER),
+    "compare": (compare_command, "two configurations, load by load", {"one": {}, "other": {}, **LEDGER}),
+    "diagnose": (diagnose_command, "why a drafter does badly", {"configuration": {}, **LEDGER}),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Every failure is one message and exit code 1, an interrupt too."""
-    arguments = parser().parse_args(argv)
+    arguments = parse("rig.cli.bench", __doc__, argv, verbs=VERBS)
     when_interrupted = "a sweep goes on on its host, the next run follows it"
     return ended(lambda: int(arguments.run(arguments)), when_interrupted, (ledger.LedgerError, PlottingMissing))
 

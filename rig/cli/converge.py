@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
@@ -26,7 +27,7 @@ from typing import Any
 from rig.catalog.entries import ROOT, check_all
 from rig.catalog.yaml_source import CatalogError
 from rig.cli import ssh
-from rig.cli.arguments import Parser, end_with_parent, hosts_parser, limit_options
+from rig.cli.arguments import HOSTS, Options, Verbs, end_with_parent, limit_options, parse
 from rig.cli.connect import talk_text
 from rig.operations.common import PLAN_LOG, REFUSED
 from rig.plan.host_plan import check_listening, chosen_serving, refuse_unknown
@@ -264,25 +265,21 @@ def make_plan(
 
 def plan_of(hosts: list[str], operations: Iterable[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> Plan:
     """The plan in pyinfra's list of operations and the entries of the plan log."""
-    details: dict[tuple[str, str], list[str]] = {}
-    pending: dict[str, str] = {}
-    notices: dict[str, list[str]] = {}
-    findings: dict[str, list[str]] = {}
+    details: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    said: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for entry in entries:
         if "detail" in entry:
-            details.setdefault((entry["host"], entry["operation"]), []).append(entry["detail"])
-        if "pending" in entry:
-            pending[entry["host"]] = entry["pending"]
-        if "notice" in entry:
-            notices.setdefault(entry["host"], []).append(entry["notice"])
-        if "finding" in entry:
-            findings.setdefault(entry["host"], []).append(entry["finding"])
+            details[entry["host"], entry["operation"]].append(entry["detail"])
+        for kind in ("pending", "notice", "finding"):
+            if kind in entry:
+                said[kind][entry["host"]].append(entry[kind])
     changes = [
-        Change(host, operation["name"], details.get((host, operation["name"]), []))
+        Change(host, operation["name"], details[host, operation["name"]])
         for operation in operations
         for host in [*operation["hosts_with_change"], *operation["hosts_with_conditional_change"]]
     ]
-    return Plan(hosts, changes, pending, notices, findings)
+    pending = {host: texts[-1] for host, texts in said["pending"].items()}
+    return Plan(hosts, changes, pending, dict(said["notice"]), dict(said["finding"]))
 
 
 def change_hosts(inventory: str, limits: Sequence[str], deploy_file: str, what: str, extra: Sequence[str] = ()) -> None:
@@ -361,6 +358,8 @@ def ended(work: Callable[[], int], when_interrupted: str = "", also: tuple[type[
         return work()
     except told as error:
         print(f"failed: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"failed: {error.filename}: {error.strerror}", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"failed: interrupted{when_interrupted and f'; {when_interrupted}'}", file=sys.stderr)
     return FAILED
@@ -368,15 +367,13 @@ def ended(work: Callable[[], int], when_interrupted: str = "", also: tuple[type[
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `plan` or `deploy`; every failure is one message and exit code 1, an interrupt too."""
-    parser = Parser(prog="python -m rig.cli.converge", description=(__doc__ or "").split("\n", 1)[0])
-    subparsers = parser.add_subparsers(required=True)
-    hosts = hosts_parser(parser.prog, None)
-    for name, run in (("plan", plan_command), ("deploy", deploy_command)):
-        sub = subparsers.add_parser(name, parents=[hosts], add_help=False)
-        sub.add_argument("--json", help="where to write the plan (default .plan/<inventory>.json)")
-        sub.add_argument("--pyinfra", action="append", default=[], help="a further option for pyinfra")
-        sub.set_defaults(run=run)
-    arguments = parser.parse_args(argv)
+    options: Options = {
+        **HOSTS,
+        "--json": {"help": "where to write the plan (default .plan/<inventory>.json)"},
+        "--pyinfra": {"action": "append", "default": [], "help": "a further option for pyinfra"},
+    }
+    verbs: Verbs = {"plan": (plan_command, "show", options), "deploy": (deploy_command, "change", options)}
+    arguments = parse("rig.cli.converge", __doc__, argv, verbs=verbs)
 
     def work() -> int:
         check_all()

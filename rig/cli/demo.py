@@ -12,7 +12,7 @@ from typing import Any
 
 from rig.catalog.entries import ROOT, load_catalog
 from rig.cli import converge
-from rig.cli.arguments import Parser
+from rig.cli.arguments import parse
 from rig.sandbox import Box, SandboxError
 from rigctl.contract.layout import unit_name
 
@@ -106,8 +106,7 @@ def _print(answer: dict[str, Any], took: dict[str, float]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; 0 when an answer came, else 1 with the reason."""
-    parser = Parser(prog="python -m rig.cli.demo", description=(__doc__ or "").split("\n", 1)[0])
-    parser.parse_args(argv)
+    parse("rig.cli.demo", __doc__, argv)
     os.environ.setdefault("PYINFRA_PROGRESS", "off")
     try:
         demo()

@@ -9,7 +9,6 @@ import difflib
 import itertools
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +19,15 @@ from rig.artifacts.host_checks import findings
 from rig.artifacts.units import unit_files
 from rig.catalog.entries import SECTIONS, catalogues_of, check_all, inventory_directory, load_catalog, overlays
 from rig.catalog.yaml_source import CatalogError
-from rig.cli.arguments import Parser
-from rig.cli.converge import FAILED, RunFailed, inventory_hosts
+from rig.cli.arguments import Options, parse
+from rig.cli.converge import RunFailed, ended, inventory_hosts
 from rig.cli.tour import recorded_plan
 
 ENTRIES = "entries"
+OPTIONS: Options = {
+    "--ref": {"default": "HEAD", "help": "commit, branch or tag to compare with; default HEAD"},
+    "--hosts": {"default": "gpu.py", "help": "file of the inventory with the hosts; default gpu.py"},
+}
 Lines = dict[str, list[str]]
 """Name of an entry, unit or order -> what it says, line by line. Findings have no name."""
 
@@ -131,12 +134,10 @@ def at_commit(directory: Path, reference: str, scratch: str) -> Path:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what the edit changes."""
-    parser = Parser(prog="python -m rig.cli.diff", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--ref", default="HEAD", help="commit, branch or tag to compare with; default HEAD")
-    parser.add_argument("--hosts", default="gpu.py", help="file of the inventory with the hosts; default gpu.py")
-    arguments = parser.parse_args(argv)
+    arguments = parse("rig.cli.diff", __doc__, argv, OPTIONS)
     directory = inventory_directory()
-    try:
+
+    def work() -> int:
         check_all(directory)
         inventory_hosts(str(directory / arguments.hosts))  # a mistyped name is refused
         after = planned(directory, arguments.hosts)
@@ -146,10 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for title, why in side.wrong.items():
                 print(f"{inventory}: {title}: not compared: {why}")
         print("\n".join(differences(before, after)) or f"nothing differs from {arguments.ref}")
-    except (CatalogError, RunFailed) as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return FAILED
-    return 0
+        return 0
+
+    return ended(work)
 
 
 if __name__ == "__main__":

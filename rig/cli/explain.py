@@ -11,7 +11,7 @@ from typing import Any
 
 from rig.artifacts.host_checks import findings
 from rig.catalog.entries import check_all
-from rig.cli.arguments import Parser
+from rig.cli.arguments import LIMIT, Options, parse
 from rig.cli.converge import RunFailed, asked_hosts, ended, run_pyinfra
 from rig.facts.host import FactsError, parse_host
 from rig.host.explanation import explain_json, explain_text
@@ -19,6 +19,12 @@ from rig.host.topology import decide
 from rig.plan.drafter_layers import drafters_json, drafters_text
 from rig.plan.host_plan import HostPlan
 
+OPTIONS: Options = {
+    "inventory": {"nargs": "?", "help": "such as inventory/gpu.py"},
+    "--facts": {"type": Path, "help": "a recorded document of remote_script.py instead of a live host"},
+    "--format": {"choices": ("text", "json"), "default": "text"},
+    **LIMIT,
+}
 PAGES = "KIMI_RIG_PAGES"
 """Environment variable: file that tasks/explain.py appends a JSON line a host to."""
 
@@ -66,13 +72,9 @@ def recorded_page(path: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the pages."""
-    parser = Parser(prog="python -m rig.cli.explain", description=(__doc__ or "").split("\n", 1)[0])
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("inventory", nargs="?", help="such as inventory/gpu.py")
-    source.add_argument("--facts", type=Path, help="a recorded document of remote_script.py instead of a live host")
-    parser.add_argument("--limit", action="append", default=[], help="a host, a group or a pattern; may be repeated")
-    parser.add_argument("--format", choices=("text", "json"), default="text")
-    arguments = parser.parse_args(argv)
+    arguments = parse("rig.cli.explain", __doc__, argv, OPTIONS)
+    if (arguments.inventory is None) == (arguments.facts is None):
+        arguments.error("name an inventory, or --facts with a recorded document")
 
     def work() -> int:
         check_all()

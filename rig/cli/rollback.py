@@ -7,10 +7,15 @@ Nothing is started or stopped beyond the host's restart policy. Shows what it do
 import argparse
 from collections.abc import Sequence
 
-from rig.cli.arguments import hosts_parser
+from rig.cli.arguments import HOSTS, Options, parse
 from rig.cli.converge import CONVERGED, WOULD_CHANGE, RunFailed, change_hosts, ended, make_plan, print_notices
 
 DEPLOY_FILE = "tasks/rollback.py"
+OPTIONS: Options = {
+    **HOSTS,
+    "--to": {"help": "a state of the host's by its id; default: the one before the present one"},
+    "--plan": {"action": "store_true", "help": "only show what would change"},
+}
 
 
 def rollback(arguments: argparse.Namespace) -> int:
@@ -34,10 +39,7 @@ def rollback(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the rollback; every failure is one message and exit code 1."""
-    parser = hosts_parser("rig.cli.rollback", __doc__)
-    parser.add_argument("--to", help="a state of the host's by its id; default: the one before the present one")
-    parser.add_argument("--plan", action="store_true", help="only show what would change")
-    arguments = parser.parse_args(argv)
+    arguments = parse("rig.cli.rollback", __doc__, argv, OPTIONS)
     return ended(lambda: rollback(arguments), "run it again to finish")
 
 

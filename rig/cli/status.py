@@ -19,7 +19,7 @@ from rig.artifacts.receipt import receipt_items
 from rig.artifacts.rollback_states import rollback_text, rolled_back
 from rig.catalog.entries import check_all
 from rig.cli import ssh
-from rig.cli.arguments import hosts_parser
+from rig.cli.arguments import HOSTS, parse
 from rig.cli.converge import FAILED, asked_hosts, ended, inventory_hosts, ssh_config
 from rig.host.settings import HostSettings
 from rig.operations.hostkit import hostkit_path
@@ -182,9 +182,8 @@ def status(inventory: str, limits: Sequence[str]) -> list[HostStatus]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the status of all hosts; 0 when every one answered."""
-    parser = hosts_parser("rig.cli.status", __doc__)
-    parser.add_argument("--json", action="store_true", help="the same as one JSON list")
-    arguments = parser.parse_args(argv)
+    json_list = {"--json": {"action": "store_true", "help": "the same as one JSON list"}}
+    arguments = parse("rig.cli.status", __doc__, argv, {**HOSTS, **json_list})
 
     def work() -> int:
         check_all()

@@ -10,7 +10,7 @@ from rig.artifacts.units import unit_file
 from rig.bench import ledger
 from rig.bench.report import markdown
 from rig.catalog.entries import ROOT
-from rig.cli.arguments import Parser
+from rig.cli.arguments import parse
 from rig.cli.connect import talk_text
 from rig.cli.converge import ended, inventory_hosts, make_plan
 from rig.facts.host import parse_host
@@ -66,11 +66,10 @@ PAGES: dict[str, tuple[str, Callable[[HostPlan], str]]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the pages asked for, all by default; 0, or 1 with the reason."""
-    parser = Parser(prog="python -m rig.cli.tour", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"of {', '.join(PAGES)}; default all")
-    arguments = parser.parse_args(argv)
+    pages = {"pages": {"nargs": "*", "metavar": "PAGE", "help": f"of {', '.join(PAGES)}; default all"}}
+    arguments = parse("rig.cli.tour", __doc__, argv, pages)
     if unknown := sorted(set(arguments.pages) - set(PAGES)):
-        parser.error(f"no page {', '.join(unknown)}; there are {', '.join(PAGES)}")
+        arguments.error(f"no page {', '.join(unknown)}; there are {', '.join(PAGES)}")
 
     def work() -> int:
         [host] = inventory_hosts(INVENTORY)

@@ -8,10 +8,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rig.cli.arguments import hosts_parser
+from rig.cli.arguments import HOSTS, Options, parse
 from rig.cli.converge import CONVERGED, FAILED, Plan, RunFailed, change_hosts, ended, make_plan
 
 DEPLOY_FILE = "tasks/uninstall.py"
+OPTIONS: Options = {
+    **HOSTS,
+    "--plan": {"action": "store_true", "help": "only show what would be removed"},
+    "--yes": {"action": "store_true", "help": "do not ask"},
+}
 
 
 def text(plan: Plan) -> str:
@@ -56,10 +61,7 @@ def uninstall(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the uninstall; every failure is one message and exit code 1."""
-    parser = hosts_parser("rig.cli.uninstall", __doc__)
-    parser.add_argument("--plan", action="store_true", help="only show what would be removed")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
-    arguments = parser.parse_args(argv)
+    arguments = parse("rig.cli.uninstall", __doc__, argv, OPTIONS)
     return ended(lambda: uninstall(arguments), "run it again to finish")
 
 

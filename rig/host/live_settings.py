@@ -64,13 +64,8 @@ def _staged(text: str, facts: HostFacts) -> Standing:
     return Standing.STAGED if found else Standing.PENDING
 
 
-def _sysctl(setting: Setting, facts: HostFacts) -> Standing:
-    value = facts.sysctls.get(setting.name)
-    return _live(value is not None, same_value(value, setting.value))
-
-
-def _governor(setting: Setting, facts: HostFacts) -> Standing:
-    return _live(bool(facts.cpu.governors), facts.cpu.governors == (setting.value,))
+def _value(live: str | None, setting: Setting) -> Standing:
+    return _live(live is not None, same_value(live, setting.value))
 
 
 def _disk_scheduler(setting: Setting, facts: HostFacts) -> Standing:
@@ -78,25 +73,21 @@ def _disk_scheduler(setting: Setting, facts: HostFacts) -> Standing:
     return _live(bool(disks), all(disk.scheduler == setting.value for disk in disks))
 
 
-def _power_limit(setting: Setting, facts: HostFacts) -> Standing:
-    limits = [gpu.power_limit_w for gpu in facts.gpus]
-    return _live(None not in limits, all(limit == float(setting.value or 0) for limit in limits))
-
-
 def _boot_unit(setting: Setting, facts: HostFacts) -> Standing:
-    if not facts.units:
-        return Standing.UNKNOWN
     unit = facts.units.get(setting.name)
     undone = setting.name == ACS_UNIT and any(bridge.redirects for bridge in facts.bridges.values())
-    return _live(True, unit is not None and unit.active and not undone)
+    return _live(bool(facts.units), unit is not None and unit.active and not undone)
 
 
 _COMPARE: Mapping[Kind, Callable[[Setting, HostFacts], Standing]] = {
     Kind.KERNEL_ARGUMENT: _kernel_argument,
     Kind.MODULE_OPTION: _module_option,
-    Kind.SYSCTL: _sysctl,
-    Kind.GOVERNOR: _governor,
+    Kind.SYSCTL: lambda setting, facts: _value(facts.sysctls.get(setting.name), setting),
+    Kind.GOVERNOR: lambda setting, facts: _live(bool(facts.cpu.governors), facts.cpu.governors == (setting.value,)),
     Kind.DISK_SCHEDULER: _disk_scheduler,
-    Kind.POWER_LIMIT: _power_limit,
+    Kind.POWER_LIMIT: lambda setting, facts: _live(
+        all(gpu.power_limit_w is not None for gpu in facts.gpus),
+        all(gpu.power_limit_w == float(setting.value or 0) for gpu in facts.gpus),
+    ),
     Kind.BOOT_UNIT: _boot_unit,
 }

@@ -4,12 +4,10 @@ One platform, wheels only, every hash. An existing lock's versions are kept wher
 starts anew.
 """
 
-import argparse
 import datetime
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from rig.cli.arguments import Options, parse
+from rig.cli.converge import ended
 
 LOCKS = Path(__file__).resolve().parents[2] / "files" / "locks"
 
@@ -65,6 +66,11 @@ class Recipe:
         return named if wanted and all(any(n.startswith(f"{w}-") for n in names) for w in wanted) else ""
 
 
+OPTIONS: Options = {
+    "release": {"nargs": "*", "help": "only these; default: all"},
+    "--recipes": {"type": Path, "default": LOCKS / "recipes.yaml", "help": "locks lie beside it"},
+    "--upgrade": {"action": "store_true", "help": "forget the versions of the present file"},
+}
 RELEASE_KEYS = {"packages", "until", "overrides", "python", "index"}
 
 
@@ -119,22 +125,18 @@ def write_lock(recipe: Recipe, folder: Path = LOCKS, upgrade: bool = False) -> P
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="rig.maintain.locks", description=__doc__)
-    parser.add_argument("release", nargs="*", help="only these; default: all")
-    parser.add_argument("--recipes", type=Path, default=LOCKS / "recipes.yaml", help="locks lie beside it")
-    parser.add_argument("--upgrade", action="store_true", help="forget the versions of the present file")
-    arguments = parser.parse_args(argv)
-    try:
+    arguments = parse("rig.maintain.locks", __doc__, argv, OPTIONS)
+
+    def work() -> int:
         recipes = read_recipes(arguments.recipes)
         if unknown := set(arguments.release) - {recipe.release for recipe in recipes}:
             raise LockError(f"{arguments.recipes} has no release {', '.join(sorted(unknown))}")
         for recipe in recipes:
             if not arguments.release or recipe.release in arguments.release:
                 print(write_lock(recipe, arguments.recipes.parent, arguments.upgrade).name)
-    except LockError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+        return 0
+
+    return ended(work, also=(LockError,))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ source cannot be asked nothing is changed. Exit codes: 0 pinned, 1 not, 64 wrong
 """
 
 import re
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,8 @@ from pathlib import Path
 from rig.artifacts.checkpoint_orders import local_manifest
 from rig.catalog.entries import Checkpoint, forget_catalogs, inventory_directory, load_catalog
 from rig.catalog.yaml_source import CatalogError
-from rig.cli.arguments import Parser
+from rig.cli.arguments import Options, parse
+from rig.cli.converge import ended
 from rigctl.checkpoints.progress import Progress, human_bytes
 from rigctl.checkpoints.sources import open_source
 from rigctl.contract.checkpoint_job import CheckpointJob
@@ -21,6 +21,12 @@ from rigctl.contract.manifest import Manifest
 from rigctl.contract.sources import DirectorySource, GeneratorSource, HubSource
 from rigctl.errors import RigctlError
 from rigctl.whole_files import write_json, write_whole
+
+OPTIONS: Options = {
+    "checkpoint": {"help": "an entry of inventory/checkpoints.yaml"},
+    "--revision": {"help": "a commit (40 hex digits); default: the entry's, or what is main now"},
+    "--token-file": {"type": Path, "help": "file with a hub token that only its owner reads"},
+}
 
 
 class PinFailed(Exception):
@@ -108,26 +114,16 @@ def revise(catalogue: Path, name: str, source: HubSource, revision: str) -> bool
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Pin one checkpoint."""
-    parser = Parser(prog="python -m rig.maintain.pin", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("checkpoint", help="an entry of inventory/checkpoints.yaml")
-    parser.add_argument("--revision", help="a commit (40 hex digits); default: the entry's, or what is main now")
-    parser.add_argument("--token-file", type=Path, help="file with a hub token that only its owner reads")
-    arguments = parser.parse_args(argv)
-    try:
+    arguments = parse("rig.maintain.pin", __doc__, argv, OPTIONS)
+
+    def work() -> int:
         manifest, changed = pin(arguments.checkpoint, arguments.revision, arguments.token_file)
-    except (CatalogError, PinFailed) as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"failed: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("failed: interrupted", file=sys.stderr)
-        return 1
-    word = "pinned" if changed else "unchanged"
-    at = f" at {manifest.revision}" if manifest.revision else ""
-    print(f"{arguments.checkpoint}: {word}{at}, {len(manifest.files)} files, {human_bytes(manifest.total)}")
-    return 0
+        word = "pinned" if changed else "unchanged"
+        at = f" at {manifest.revision}" if manifest.revision else ""
+        print(f"{arguments.checkpoint}: {word}{at}, {len(manifest.files)} files, {human_bytes(manifest.total)}")
+        return 0
+
+    return ended(work, also=(PinFailed,))
 
 
 if __name__ == "__main__":

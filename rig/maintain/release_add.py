@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,8 +29,8 @@ from rig.catalog.entries import (
     load_catalog,
     overlays,
 )
-from rig.catalog.yaml_source import CatalogError
-from rig.cli.arguments import Parser
+from rig.cli.arguments import Options, parse
+from rig.cli.converge import ended
 from rig.maintain.locks import LOCKS, LockError, Recipe, read_recipes, write_lock
 from rig.plan.command_lines import Locations, command_line
 from rigctl.contract.environment_build import EnvironmentBuild, Index
@@ -52,6 +50,14 @@ LONGEST = 200
 # CUDA release notes, "CUDA Toolkit and Corresponding Driver Versions": minor versions within one major are compatible,
 # so the oldest driver of the minor the wheels are built for is asked, not more.
 DRIVER_OF_CUDA = {"12.6": "560", "12.8": "570", "12.9": "575", "13.0": "580", "13.1": "590"}
+
+
+OPTIONS: Options = {
+    "engine": {"nargs": "?", "help": "vllm, sglang or another package of releases.yaml"},
+    "version": {"nargs": "?", "help": "such as 0.34.0"},
+    "--record": {"nargs": "+", "default": [], "metavar": "RELEASE", "help": "ask releases that are there already"},
+    "--cache": {"type": Path, "help": "uv's cache, to be used and kept; the scratch directory lies beside it"},
+}
 
 
 class ReleaseError(Exception):
@@ -306,31 +312,16 @@ def _recipe_of_this_machine(recipes: Sequence[Recipe]) -> Recipe:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m rig.maintain.release_add", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("engine", nargs="?", help="vllm, sglang or another package of releases.yaml")
-    parser.add_argument("version", nargs="?", help="such as 0.34.0")
-    parser.add_argument(
-        "--record", nargs="+", default=[], metavar="RELEASE", help="ask releases that are there already"
-    )
-    parser.add_argument(
-        "--cache", type=Path, help="uv's cache, to be used and kept; the scratch directory lies beside it"
-    )
-    arguments = parser.parse_args(argv)
+    arguments = parse("rig.maintain.release_add", __doc__, argv, OPTIONS)
     if not arguments.record and not (arguments.engine and arguments.version):
-        parser.error("name ENGINE and VERSION (make release-add ENGINE=vllm VERSION=0.34.0)")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    try:
+        arguments.error("name ENGINE and VERSION (make release-add ENGINE=vllm VERSION=0.34.0)")
+
+    def work() -> int:
         if arguments.record:
             return record(arguments.record, arguments.cache)
         return add(arguments.engine, arguments.version, arguments.cache)
-    except (CatalogError, LockError, ReleaseError, RigctlError) as error:
-        print(f"failed: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"failed: {error.filename}: {error.strerror}; nothing was written", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("failed: interrupted; nothing was written", file=sys.stderr)
-    return 1
+
+    return ended(work, "nothing was written", (LockError, ReleaseError, RigctlError))
 
 
 if __name__ == "__main__":

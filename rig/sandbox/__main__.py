@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from rig.cli.arguments import Options, Verbs, parse
 from rig.sandbox import boot, build, limits
 from rig.sandbox.box import DEFAULT_NAME, Box, SandboxError, State, write_atomic
 from rig.sandbox.machine import check_supported, survey
@@ -213,47 +214,34 @@ def size_of(box: Box) -> str:
     return f"{done.stdout.split()[0]}B" if done.stdout else "?"
 
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m rig.sandbox", description=__doc__)
-    result.add_argument("--name", default=DEFAULT_NAME, help="which box (default: %(default)s)")
-    verbs = result.add_subparsers(dest="verb", required=True)
-    making = verbs.add_parser("up", help="make and boot it; quick when it runs")
-    making.add_argument("--user", help="who logs in: root (default), or a user made with sudo rights")
-    verbs.add_parser("stop", help="power it off")
-    verbs.add_parser("rm", help="power it off and delete it")
-    verbs.add_parser("status", help="state, size, limits; exit status 3 when it does not run")
-    running = verbs.add_parser("ssh", help="run one command in it; its exit status is returned")
-    running.add_argument("command", nargs=argparse.REMAINDER, help="one word: a shell line; several: an argv")
-    return result
-
-
-def run(asked: argparse.Namespace) -> int:
-    box = Box(asked.name)
-    check_supported(platform.system(), platform.machine(), os.geteuid())
-    match asked.verb:
-        case "up":
-            return up(box, asked.user)
-        case "stop":
-            return stop(box)
-        case "rm":
-            return remove(box)
-        case "ssh":
-            command = asked.command[1:] if asked.command[:1] == ["--"] else asked.command
-            return ssh(box, command)
-        case _:
-            return status(box)
+NAME: Options = {"--name": {"default": DEFAULT_NAME, "help": "which box (default: %(default)s)"}}
+USER = {"--user": {"help": "who logs in: root (default), or a user made with sudo rights"}}
+COMMAND = {"command": {"nargs": argparse.REMAINDER, "help": "one word: a shell line; several: an argv"}}
+VERBS: Verbs = {
+    "up": (lambda asked: up(Box(asked.name), asked.user), "make and boot it; quick when it runs", USER),
+    "stop": (lambda asked: stop(Box(asked.name)), "power it off", {}),
+    "rm": (lambda asked: remove(Box(asked.name)), "power it off and delete it", {}),
+    "status": (lambda asked: status(Box(asked.name)), "state, size, limits; exit status 3 when it does not run", {}),
+    "ssh": (
+        lambda asked: ssh(Box(asked.name), asked.command[asked.command[:1] == ["--"] :]),
+        "run one command in it; its exit status is returned",
+        COMMAND,
+    ),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 done, 1 failed with one line on stderr, 2 wrong usage, 130 interrupted; `ssh`: the command's own."""
-    asked = parser().parse_args(arguments)
+    """0 done, 1 failed with one line on stderr, 64 wrong usage, 130 interrupted; `ssh`: the command's own."""
+    asked = parse("rig.sandbox", __doc__, arguments, NAME, VERBS)
     try:
-        return run(asked)
+        check_supported(platform.system(), platform.machine(), os.geteuid())
+        code: int = asked.run(asked)
+        return code
     except SandboxError as error:
         print(f"sandbox: {error}", file=sys.stderr)
         return 1
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"sandbox {asked.verb}: {error}", file=sys.stderr)
+        print(f"sandbox: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("sandbox: interrupted; `make sandbox` goes on from here", file=sys.stderr)

@@ -57,6 +57,16 @@ class State:
     binds: tuple[str, ...] = ()
 
 
+class _Inside:
+    """A path in the directory of a box."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, box: "Box", _: type) -> Path:
+        return box.directory / self._name
+
+
 @dataclass(frozen=True)
 class Box:
     """One box by name. Only paths and recorded facts: every property works when the box does not exist."""
@@ -78,48 +88,22 @@ class Box:
         return f"kimi-rig-{self.name}-{hashlib.sha256(str(self.directory).encode()).hexdigest()[:8]}"
 
     @property
-    def root(self) -> Path:
-        """The box's file system."""
-        return self.directory / "root"
-
-    @property
-    def marker(self) -> Path:
-        """Says that the directory is ours to delete."""
-        return self.directory / ".kimi-rig-box"
-
-    @property
-    def stamp(self) -> Path:
-        """Written last by a build; without it the root is half made."""
-        return self.directory / "built.json"
-
-    @property
     def lock(self) -> Path:
         return self.base / f".{self.name}.lock"
 
-    @property
-    def key(self) -> Path:
-        return self.directory / "id_ed25519"
-
-    @property
-    def host_key(self) -> Path:
-        return self.directory / "host_ed25519"
-
-    @property
-    def known_hosts(self) -> Path:
-        return self.directory / "known_hosts"
-
-    @property
-    def ssh_config(self) -> Path:
-        return self.directory / "ssh_config"
-
-    @property
-    def limits(self) -> Path:
-        """Which limits the box enforces, see `rig.sandbox.limits`."""
-        return self.directory / "limits.json"
-
-    @property
-    def console(self) -> Path:
-        return self.directory / "console.log"
+    root = _Inside("root")
+    """The box's file system."""
+    marker = _Inside(".kimi-rig-box")
+    """Says that the directory is ours to delete."""
+    stamp = _Inside("built.json")
+    """Written last by a build; without it the root is half made."""
+    key = _Inside("id_ed25519")
+    host_key = _Inside("host_ed25519")
+    known_hosts = _Inside("known_hosts")
+    ssh_config = _Inside("ssh_config")
+    limits = _Inside("limits.json")
+    """Which limits the box enforces, see `rig.sandbox.limits`."""
+    console = _Inside("console.log")
 
     def state(self) -> State:
         """The recorded state, or the defaults when there is none."""
