@@ -2,7 +2,7 @@
 
 from pyinfra.api import deploy
 
-from rig.operations.neighbours import neighbours_told
+from rig.operations.system import neighbours_told
 from rig.plan.current import current_plan
 from rig.plan.host_plan import HostPlan
 

@@ -29,26 +29,6 @@ def recorded_plan(data: Mapping[str, Any]) -> HostPlan:
     return plan_from_facts(data, parse_host(FACTS.read_text(encoding="utf-8")))
 
 
-def page_plan(_plan: HostPlan) -> str:
-    """What `make plan` says for it."""
-    return make_plan(INVENTORY, ()).text()
-
-
-def page_unit(plan: HostPlan) -> str:
-    """One serving unit."""
-    return unit_file(plan, CONFIGURATION)
-
-
-def page_explain(plan: HostPlan) -> str:
-    """What `make explain` says."""
-    return explain_text("turin", plan.facts, plan.decision) + drafters_text(plan)
-
-
-def page_report(_plan: HostPlan) -> str:
-    """What `make bench` reports, from the reported and published figures alone: nothing was measured on these cards."""
-    return markdown(ledger.references(ledger.read(ledger.DIRECTORY)))
-
-
 def page_talk(_plan: HostPlan) -> str:
     """What a deploy says at its end, for a host by this name."""
     [host] = inventory_hosts(INVENTORY)
@@ -56,10 +36,20 @@ def page_talk(_plan: HostPlan) -> str:
 
 
 PAGES: dict[str, tuple[str, Callable[[HostPlan], str]]] = {
-    "plan": ("make plan: what a deploy would do to a bare host with eight cards", page_plan),
-    "unit": (f"one of its units: {UNITS}/{unit_name(CONFIGURATION)}", page_unit),
-    "explain": ("make explain: what the host's hardware decides, and why", page_explain),
-    "report": ("make bench: its report, here with the figures that others reported", page_report),
+    "plan": (
+        "make plan: what a deploy would do to a bare host with eight cards",
+        lambda _plan: make_plan(INVENTORY, ()).text(),
+    ),
+    "unit": (f"one of its units: {UNITS}/{unit_name(CONFIGURATION)}", lambda plan: unit_file(plan, CONFIGURATION)),
+    "explain": (
+        "make explain: what the host's hardware decides, and why",
+        lambda plan: explain_text("turin", plan.facts, plan.decision) + drafters_text(plan),
+    ),
+    # Nothing was measured on these cards.
+    "report": (
+        "make bench: its report, here with the figures that others reported",
+        lambda _plan: markdown(ledger.references(ledger.read(ledger.DIRECTORY))),
+    ),
     "talk": ("the last lines of a deploy: how to talk to it", page_talk),
 }
 

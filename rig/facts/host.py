@@ -6,6 +6,7 @@ output; only a document that is none at all raises FactsError.
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -649,10 +650,8 @@ def _pci_id(device: Mapping[str, Any]) -> str:
 
 
 def _int(text: str | None) -> int | None:
-    try:
-        return int(float(text)) if text else None
-    except ValueError:
-        return None
+    number = _float(text)
+    return None if number is None or not math.isfinite(number) else int(number)
 
 
 def _least(*values: int | None) -> int | None:

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rig.catalog.entries import ROOT
@@ -27,6 +27,46 @@ ENTRIES = "$(ls -d /boot/loader/entries/*.conf /boot/efi/loader/entries/*.conf /
 ACS_SCRIPT = f"{layout.INSTALL}/libexec/kimi-acs"
 POWER_UNIT = "kimi-power-limit.service"
 
+# Before anything uses a GPU, at every boot: the firmware sets ACS anew each time.
+ACS_UNIT_TEXT = f"""{HEADER}[Unit]
+Description=Peer traffic between GPUs is not redirected to the root (PCIe ACS)
+Documentation=https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
+ConditionVirtualization=no
+Before=nvidia-persistenced.service multi-user.target
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart={ACS_SCRIPT}
+TimeoutStartSec=60
+NoNewPrivileges=yes
+CapabilityBoundingSet=CAP_SYS_ADMIN CAP_SYS_RAWIO
+ProtectSystem=strict
+ProtectHome=yes
+PrivateTmp=yes
+PrivateNetwork=yes
+
+[Install]
+WantedBy=multi-user.target
+"""
+# Once the persistence daemon holds the driver. WATTS stands for the number.
+POWER_UNIT_TEXT = f"""{HEADER}[Unit]
+Description=Power limit of the GPUs: WATTS W
+Wants=nvidia-persistenced.service
+After=nvidia-persistenced.service
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart=/usr/bin/nvidia-smi --power-limit=WATTS
+TimeoutStartSec=60
+
+[Install]
+WantedBy=multi-user.target
+"""
+# Perl: an upgraded library must not restart an engine that loads for half an hour. Ubuntu's needrestart restarts
+# services by itself, also after an unattended upgrade (needrestart.conf, override_rc).
+NEEDRESTART_TEXT = f"{HEADER}$nrconf{{override_rc}}{{qr(^kimi-)}} = 0;\n1;\n"
 # What may stand unquoted in a boot loader's, the kernel's and modprobe's files.
 SAFE = re.compile(r"[A-Za-z0-9_.,:;=/@+-]+")
 
@@ -57,30 +97,46 @@ def host_files(settings: HostSettings, facts: HostFacts) -> list[HostFile]:
     """
     files = [*_boot_files(settings, facts)]
     if settings.module_options:
+        # Values with a semicolon are quoted, as the driver's documentation does for RegistryDwords.
+        lines = (
+            f"options {_safe(module)} {_safe(name)}={_quoted(value)}\n"
+            for module, values in settings.module_options.items()
+            for name, value in values.items()
+        )
         older = f"find /boot -maxdepth 1 -name 'initrd.img-*' ! -newer {MODPROBE} | grep -q ."
-        files.append(HostFile(MODPROBE, modprobe_text(settings.module_options), "update-initramfs -u -k all", older))
+        files.append(HostFile(MODPROBE, HEADER + "".join(lines), "update-initramfs -u -k all", older))
     if settings.sysctls:
+        lines = (f"{_safe(name)} = {_safe(value)}\n" for name, value in settings.sysctls.items())
         differs = " || ".join(f'[ "$(sysctl -n {name})" != {value} ]' for name, value in settings.sysctls.items())
-        files.append(HostFile(SYSCTL, sysctl_text(settings.sysctls), f"sysctl -q -p {SYSCTL}", differs))
+        files.append(HostFile(SYSCTL, HEADER + "".join(lines), f"sysctl -q -p {SYSCTL}", differs))
     if settings.governor:
+        # systemd-tmpfiles writes the governor of every CPU at boot ("w" takes globs).
+        text = f"{HEADER}w {GOVERNORS} - - - - {_safe(settings.governor)}\n"
         other = f"grep -hvx {settings.governor} {GOVERNORS} | grep -q ."
-        refresh = f"systemd-tmpfiles --create {TMPFILES}"
-        files.append(HostFile(TMPFILES, governor_text(settings.governor), refresh, other))
+        files.append(HostFile(TMPFILES, text, f"systemd-tmpfiles --create {TMPFILES}", other))
     if settings.disk_scheduler:
+        # For whole disks: partitions have no queue of their own.
+        lines = (
+            f'ACTION=="add|change", SUBSYSTEM=="block", ENV{{DEVTYPE}}=="disk", KERNEL=="{_safe(name)}[0-9]*", '
+            f'ATTR{{queue/scheduler}}="{_safe(scheduler)}"\n'
+            for name, scheduler in settings.disk_scheduler.items()
+        )
         refresh = "udevadm control --reload && udevadm trigger --settle --subsystem-match=block --action=change"
         other = " || ".join(
             f"grep -hvF '[{scheduler}]' /sys/block/{name}*/queue/scheduler | grep -q ."
             for name, scheduler in settings.disk_scheduler.items()
         )
-        files.append(HostFile(UDEV, udev_text(settings.disk_scheduler), refresh, other))
+        files.append(HostFile(UDEV, HEADER + "".join(lines), refresh, other))
     if ACS_UNIT in settings.boot_units:
         script = (ROOT / "files" / "host" / "kimi-acs").read_text()
         files.append(HostFile(ACS_SCRIPT, script, mode="0755"))
-        files.append(HostFile(f"{layout.UNITS}/{ACS_UNIT}", acs_unit_text()))
+        files.append(HostFile(f"{layout.UNITS}/{ACS_UNIT}", ACS_UNIT_TEXT))
     if settings.power_limit_w is not None:
-        files.append(HostFile(f"{layout.UNITS}/{POWER_UNIT}", power_unit_text(settings.power_limit_w)))
+        files.append(
+            HostFile(f"{layout.UNITS}/{POWER_UNIT}", POWER_UNIT_TEXT.replace("WATTS", str(settings.power_limit_w)))
+        )
     if "needrestart" in facts.packages:
-        files.append(HostFile(NEEDRESTART, needrestart_text()))
+        files.append(HostFile(NEEDRESTART, NEEDRESTART_TEXT))
     return files
 
 
@@ -96,7 +152,10 @@ def _boot_files(settings: HostSettings, facts: HostFacts) -> Iterator[HostFile]:
     tokens, previous = settings.kernel_arguments, facts.our_arguments
     if facts.boot_loader == "grub" and tokens:
         absent = f"! grep -qF -- {shlex.quote(' '.join(tokens))} /boot/grub/grub.cfg"
-        yield HostFile(GRUB_DROP_IN, grub_text(tokens), "update-grub 2>/dev/null", absent)
+        # Read after /etc/default/grub. The _DEFAULT variable comes last, and the recovery entry does not have it.
+        arguments = " ".join(map(_safe, tokens))
+        text = f'{HEADER}GRUB_CMDLINE_LINUX_DEFAULT="$GRUB_CMDLINE_LINUX_DEFAULT {arguments}"\n'
+        yield HostFile(GRUB_DROP_IN, text, "update-grub 2>/dev/null", absent)
     if facts.boot_loader == "systemd-boot" and (tokens or previous):
         current = facts.boot_files.get(KERNEL_CMDLINE) or _booted_with(facts)
         # kernel-install writes the entry of each installed kernel anew from this file.
@@ -120,96 +179,6 @@ def merge_command_line(text: str, tokens: Iterable[str], previous: Iterable[str]
     ours = [_safe(token) for token in tokens]
     mine = {*ours, *previous}
     return " ".join([*(token for token in parse_command_line(text) or () if token not in mine), *ours]) + "\n"
-
-
-def grub_text(tokens: Iterable[str]) -> str:
-    """A drop-in that grub-mkconfig of Debian and Ubuntu reads after /etc/default/grub.
-
-    The _DEFAULT variable comes last on the command line, and the recovery entry does not have it.
-    """
-    arguments = " ".join(_safe(token) for token in tokens)
-    return f'{HEADER}GRUB_CMDLINE_LINUX_DEFAULT="$GRUB_CMDLINE_LINUX_DEFAULT {arguments}"\n'
-
-
-def modprobe_text(options: Mapping[str, Mapping[str, str]]) -> str:
-    """One line a module option; values are quoted, as the driver's documentation does for RegistryDwords."""
-    lines = [
-        f"options {_safe(module)} {_safe(name)}={_quoted(value)}\n"
-        for module, values in options.items()
-        for name, value in values.items()
-    ]
-    return HEADER + "".join(lines)
-
-
-def sysctl_text(values: Mapping[str, str]) -> str:
-    """sysctl.d lines."""
-    return HEADER + "".join(f"{_safe(name)} = {_safe(value)}\n" for name, value in values.items())
-
-
-def governor_text(governor: str) -> str:
-    """A tmpfiles.d line: systemd-tmpfiles writes the governor of every CPU at boot ("w" takes globs)."""
-    return f"{HEADER}w {GOVERNORS} - - - - {_safe(governor)}\n"
-
-
-def udev_text(schedulers: Mapping[str, str]) -> str:
-    """udev rules for whole disks (partitions have no queue of their own)."""
-    rules = [
-        f'ACTION=="add|change", SUBSYSTEM=="block", ENV{{DEVTYPE}}=="disk", KERNEL=="{_safe(name)}[0-9]*", '
-        f'ATTR{{queue/scheduler}}="{_safe(scheduler)}"\n'
-        for name, scheduler in schedulers.items()
-    ]
-    return HEADER + "".join(rules)
-
-
-def needrestart_text() -> str:
-    """Perl that needrestart reads: an upgraded library must not restart an engine that loads for half an hour.
-
-    Ubuntu's needrestart restarts services by itself, also after an unattended upgrade (needrestart.conf, override_rc).
-    """
-    return f"{HEADER}$nrconf{{override_rc}}{{qr(^kimi-)}} = 0;\n1;\n"
-
-
-def acs_unit_text() -> str:
-    """Runs before anything uses a GPU, at every boot: the firmware sets ACS anew each time."""
-    return f"""{HEADER}[Unit]
-Description=Peer traffic between GPUs is not redirected to the root (PCIe ACS)
-Documentation=https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
-ConditionVirtualization=no
-Before=nvidia-persistenced.service multi-user.target
-
-[Service]
-Type=oneshot
-RemainAfterExit=yes
-ExecStart={ACS_SCRIPT}
-TimeoutStartSec=60
-NoNewPrivileges=yes
-CapabilityBoundingSet=CAP_SYS_ADMIN CAP_SYS_RAWIO
-ProtectSystem=strict
-ProtectHome=yes
-PrivateTmp=yes
-PrivateNetwork=yes
-
-[Install]
-WantedBy=multi-user.target
-"""
-
-
-def power_unit_text(watts: int) -> str:
-    """Sets the limit of every card once the persistence daemon holds the driver."""
-    return f"""{HEADER}[Unit]
-Description=Power limit of the GPUs: {watts} W
-Wants=nvidia-persistenced.service
-After=nvidia-persistenced.service
-
-[Service]
-Type=oneshot
-RemainAfterExit=yes
-ExecStart=/usr/bin/nvidia-smi --power-limit={watts}
-TimeoutStartSec=60
-
-[Install]
-WantedBy=multi-user.target
-"""
 
 
 def _safe(word: str) -> str:

@@ -11,7 +11,7 @@ from pyinfra.api import operation
 from pyinfra.api.command import StringCommand
 
 from rig.facts.state import MatchesInput, PathState, PathStates
-from rig.operations.common import Commands, Input, made, note, refuse, remember, script
+from rig.operations.common import Commands, Input, changes, made, refuse, remember, script
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,16 @@ def present(entries: Sequence[Entry]) -> Commands:
     A path that is another kind of thing is never replaced: the operation refuses and names it.
     """
     states = host.get_fact(PathStates, paths=[entry.path for entry in entries])
-    changes = [(entry, states.get(entry.path)) for entry in entries if difference(entry, states.get(entry.path))]
-    if not changes:
-        host.noop(f"{len(entries)} paths are as they should be")
+    found = {entry: text for entry in entries if (text := difference(entry, states.get(entry.path)))}
+    if not changes(found.values(), f"{len(entries)} paths are as they should be"):
         return
-    for entry, state in changes:
-        note(difference(entry, state) or "")
+    for entry, text in found.items():
+        state = states.get(entry.path)
         if state is not None and state.kind != type(entry).__name__.lower():
-            yield from refuse(f"{difference(entry, state)}; move it away and deploy again")
+            yield from refuse(f"{text}; move it away and deploy again")
             return
-    for entry, state in changes:
-        yield write(entry, existed=state is not None)
+    for entry in found:
+        yield write(entry, existed=entry.path in states)
 
 
 @operation()
@@ -95,10 +94,9 @@ def secret(path: str, content: bytes) -> Commands:
     """A secret as a file of root's, mode 0600. It travels on standard input and shows up nowhere else."""
     # pyinfra types _stdin as str or list; any object with readlines() is taken and, unlike a str, never printed.
     found = host.get_fact(MatchesInput, path=path, _stdin=Input(content))
-    if found == "600 root root":
-        host.noop(f"{path} is as it should be")
+    wrong = f"{path}: is {found}, not 600 root root" if found else f"{path}: secret differs"
+    if not changes([wrong] if found != "600 root root" else [], f"{path} is as it should be"):
         return
-    note(f"{path}: is {found}, not 600 root root" if found else f"{path}: secret differs")
     yield write(File(path, content, mode="0600"), existed=bool(found))
 
 

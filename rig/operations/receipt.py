@@ -10,7 +10,7 @@ from pyinfra.api import operation
 from rig.artifacts.receipt import FORMAT, merged, receipt_items
 from rig.catalog.entries import ROOT
 from rig.facts.state import JsonFile
-from rig.operations.common import Commands, note, now, operator, reached, refuse
+from rig.operations.common import Commands, changes, now, operator, reached, refuse
 from rig.operations.files import File, write
 from rig.operations.hostkit import hostkit_path
 from rig.plan.host_plan import HostPlan
@@ -42,10 +42,9 @@ def receipt(plan: HostPlan) -> Commands:
         by=operator(),
         version=product_version(),
     )
-    if new is None:
-        host.noop(f"{layout.RECEIPT} is up to date")
+    details = [f"{layout.RECEIPT} is brought up to date"] if new else []
+    if not changes(details, f"{layout.RECEIPT} is up to date"):
         return
-    note(f"{layout.RECEIPT} is brought up to date")
     yield write(File(layout.RECEIPT, json.dumps(new, indent=2).encode() + b"\n"), existed=False)
 
 

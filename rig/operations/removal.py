@@ -10,7 +10,7 @@ from rig.facts.created import CreatedThings, PackagesRemovedWith
 from rig.facts.state import Lines
 from rig.host.system_files import OUR_ARGUMENTS
 from rig.operations import apt
-from rig.operations.common import Commands, note, notice, reached, refuse, script
+from rig.operations.common import Commands, changes, notice, reached, refuse, script
 from rig.plan import removal
 from rigctl.contract import layout
 
@@ -25,12 +25,10 @@ def units_removed() -> Commands:
     instances = [name.replace("@.", "@*.") for name in units]
     active = host.get_fact(Lines, script=f"systemctl list-units --plain --no-legend {TRANSIENT} {_words(instances)}")
     jobs = sorted(name for line in active if (name := line.split()[0]).startswith(("kimi-job-", "kimi-restart-")))
-    if not units and not jobs:
-        host.noop("no unit of ours is there")
-        return
     serving = {line.split()[0] for line in active if line.split()[2] in ("active", "activating", "deactivating")}
-    for name in [*units, *jobs]:
-        note(f"{name}{' is stopped and' if name in serving else ' is'} removed")
+    details = [f"{name}{' is stopped and' if name in serving else ' is'} removed" for name in [*units, *jobs]]
+    if not changes(details, "no unit of ours is there"):
+        return
     lines = [f"systemctl stop {_words(instances + jobs)} 2>/dev/null || true"]
     if units:
         lines += [f"systemctl disable -q {_words(units)} 2>/dev/null || true"]
@@ -58,13 +56,11 @@ def paths_removed() -> Commands:
     for path in created.adopted:
         notice(f"{path} stays: its checkpoint was found there, not staged")
     arguments = bool(_existing([OUR_ARGUMENTS]))
-    if not trees and not files and not directories and not arguments:
-        host.noop("nothing of ours is there")
+    details = [f"{path} is removed with all in it" for path in trees]
+    details += [f"{path} is removed" for path in [*files, *directories]]
+    details += ["kernel arguments of ours are removed"] if arguments and not details else []
+    if not changes(details, "nothing of ours is there"):
         return
-    for path in trees:
-        note(f"{path} is removed with all in it")
-    for path in [*files, *directories]:
-        note(f"{path} is removed")
     if arguments or removal.boot_refreshes(files):
         notice("kernel arguments and module options of ours stay in force until the next boot")
     # First: it reads the list of our arguments, which is among the files.
@@ -89,10 +85,9 @@ def packages_removed() -> Commands:
     gone, kept = removal.packages(ours, removed_with)
     for name, by in kept.items():
         notice(f"package {name} stays: {', '.join(by)} needs it")
-    if not gone:
-        host.noop("no package of ours is left that nothing else needs")
+    details = [f"packages are removed: {', '.join(gone)}"] if gone else []
+    if not changes(details, "no package of ours is left that nothing else needs"):
         return
-    note(f"packages are removed: {', '.join(gone)}")
     keep_config = [name for name in gone if name in created.names("package-keep-config")]
     purge = [name for name in gone if name not in keep_config]
     remove = f"{apt.APT} -o APT::Get::AutomaticRemove=false --allow-change-held-packages"
@@ -110,11 +105,9 @@ def users_removed() -> Commands:
     """The service user is gone."""
     created = host.get_fact(CreatedThings)
     users, groups = created.names("user"), created.names("group")
-    if not users and not groups:
-        host.noop("no user of ours is there")
+    details = [f"user {name} is removed" for name in users] or [f"group {name} is removed" for name in groups]
+    if not changes(details, "no user of ours is there"):
         return
-    for name in users:
-        note(f"user {name} is removed")
     yield script(
         *(f"userdel {shlex.quote(name)}" for name in users),
         *(f"! getent group {shlex.quote(name)} >/dev/null || groupdel {shlex.quote(name)}" for name in groups),
@@ -126,11 +119,8 @@ def state_removed() -> Commands:
     """The record, the receipt and what we keep in /run are gone: the last step."""
     reached()
     left = _existing([layout.STATE, layout.RUNTIME])
-    if not left:
-        host.noop("no state of ours is there")
+    if not changes((f"{path} is removed with all in it" for path in left), "no state of ours is there"):
         return
-    for path in left:
-        note(f"{path} is removed with all in it")
     yield script(f"rm -rf --one-file-system -- {_words(left)}")
 
 

@@ -1,4 +1,4 @@
-"""Packages, the service user and systemd's view of unit files."""
+"""Packages, the service user, systemd's view of unit files, and servers that are not ours."""
 
 import json
 import shlex
@@ -8,10 +8,13 @@ from pathlib import PurePosixPath
 from pyinfra import host, logger
 from pyinfra.api import operation
 
+from rig.facts.servers import Servers
 from rig.facts.state import InstalledPackages, Lines, PathStates, UnitProperties
 from rig.operations import apt
 from rig.operations.common import Commands, changes, note, notice, pending, refuse, remember, remember_packages, script
 from rig.operations.files import File, difference
+from rig.plan.host_plan import HostPlan
+from rig.plan.neighbours import interruptions
 from rigctl.contract import layout
 
 
@@ -33,10 +36,9 @@ def packages(names: Sequence[str]) -> Commands:
 @operation()
 def system_user(user: str, declaration: str) -> Commands:
     """A system user as declared in a sysusers.d file that is already on the host."""
-    if host.get_fact(Lines, script=f"getent passwd {shlex.quote(user)}"):
-        host.noop(f"user {user} exists")
+    there = host.get_fact(Lines, script=f"getent passwd {shlex.quote(user)}")
+    if not changes([] if there else [f"user {user} is missing"], f"user {user} exists"):
         return
-    note(f"user {user} is missing")
     group = f"getent group {shlex.quote(user)} >/dev/null || {{ {remember('group', user)}; }}"
     yield script(remember("user", user), group, f"systemd-sysusers {shlex.quote(declaration)}")
 
@@ -55,10 +57,9 @@ def units_loaded(units: Sequence[str], files: Sequence[File]) -> Commands:
         or (state := known.get(unit, {})).get("NeedDaemonReload") == "yes"
         or state.get("LoadState") != "loaded"
     ]
-    if not stale:
-        host.noop(f"systemd knows all {len(units)} units")
+    details = [f"systemd reads its unit files again for {', '.join(stale)}"] if stale else []
+    if not changes(details, f"systemd knows all {len(units)} units"):
         return
-    note(f"systemd reads its unit files again for {', '.join(stale)}")
     yield script("systemctl daemon-reload", f"systemd-analyze verify {' '.join(layout.UNITS + '/' + u for u in stale)}")
 
 
@@ -155,5 +156,18 @@ def reboot_pending() -> Commands:
         pending("; ".join(why))
         logger.warning(f"{host.print_prefix}reboot pending: {'; '.join(why)}")
     host.noop("a reboot is pending" if why else "no reboot is pending")
+    return
+    yield
+
+
+@operation()
+def neighbours_told(plan: HostPlan) -> Commands:
+    """Servers on our ports or GPUs that are not ours are named, with what taking their place means. Changes nothing."""
+    ports = sorted({entry.listen.port for entry in plan.serving.values()})
+    servers = host.get_fact(Servers, ports=ports)
+    lines = interruptions(plan, servers)
+    for line in lines:
+        notice(line)
+    host.noop(f"{len(lines)} things to know" if lines else "nobody else serves here")
     return
     yield

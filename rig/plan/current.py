@@ -9,9 +9,8 @@ from pyinfra import host
 from pyinfra.api.exceptions import PyinfraError
 
 from rig.catalog.yaml_source import CatalogError
-from rig.facts.privilege import Privilege
 from rig.facts.report import HostReport
-from rig.facts.state import HostBasics
+from rig.facts.state import HostBasics, Privilege
 from rig.host.settings import settings_from_gpus
 from rig.plan.host_plan import HostPlan, host_plan, plan_from_facts, questions
 from rig.plan.secrets import SecretError, read_secret

@@ -11,7 +11,7 @@ from pyinfra.api.exceptions import PyinfraError
 
 from rig.cli import uninstall
 from rig.facts.created import Created, CreatedThings, PackagesRemovedWith
-from rig.facts.privilege import Privilege, Rights
+from rig.facts.state import Privilege, Rights
 from rig.operations import removal as operations
 from rig.plan import removal
 from rigctl.whole_files import write_json

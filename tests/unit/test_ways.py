@@ -52,6 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     port = free_port()
     lines = [f"Port {port}", "ListenAddress 127.0.0.1", "ListenAddress ::1", f'HostKey "{folder}/host_key"']
     lines += [f'AuthorizedKeysFile "{folder}/authorized_keys"', "StrictModes no", "UsePAM no", "PidFile none"]
+    lines += ["SetEnv LANG=C.UTF-8 LANGUAGE=de:tr"]  # as /etc/default/locale would, by PAM
     config = folder / "sshd_config"
     config.write_text("\n".join(lines) + "\n")
     if os.geteuid() == 0:
@@ -88,6 +89,9 @@ def operators_config(server: Server, folder: Path) -> Path:
     (folder / "block").write_text(f"HostName 127.0.0.1\nProxyJump jump\n{common}")
     return config
 
+
+WORDS = "stat -c %F / #"
+"""Translated by coreutils; the comment keeps what a test appends out."""
 
 PIPE = """
 import os, select, socket, sys
@@ -128,12 +132,15 @@ def test_every_verb_reaches_it(server: Server, tmp_path: Path, name: str) -> Non
         [*ssh.words(flat, name), "echo there"], capture_output=True, text=True, timeout=30, check=False
     )
     assert status.stdout == "there\n", status.stderr
-    assert connect(name, data, flat).run("echo $LC_ALL there").stdout == "C.UTF-8 there\n"
+    assert connect(name, data, flat).run(WORDS).stdout == "directory\n"
     inventory = tmp_path / "hosts.py"
     inventory.write_text(f"hosts = [({name!r}, {data!r})]\n")
     plan = [sys.executable, "-m", "pyinfra", "--chdir", str(ROOT), "--data", f"ssh_config_file={flat}"]
-    said = pyinfra(*plan[3:], str(inventory), "exec", "--", "echo", "seen-$LC_ALL")
-    assert "seen-C.UTF-8" in said.stderr + said.stdout, said.stderr
+    said = pyinfra(*plan[3:], str(inventory), "exec", "--", WORDS)
+    assert f"[{name}] directory" in said.stderr + said.stdout, said.stderr
+    if Path("/usr/share/locale/de/LC_MESSAGES/coreutils.mo").exists():
+        translated = subprocess.run([*ssh.words(flat, name), WORDS], capture_output=True, text=True, check=True)
+        assert translated.stdout == "Verzeichnis\n"  # what the two above would have read
 
 
 def pyinfra(*words: str) -> subprocess.CompletedProcess[str]:

@@ -16,9 +16,9 @@ from typing import Any
 
 SOURCES = {
     "pip": "index-url extra-index-url find-links no-index proxy cert client-cert trusted-host timeout retries "
-    "default-timeout disable-pip-version-check",
+    "default-timeout disable-pip-version-check keyring-provider",
     "uv": "index-url extra-index-url find-links no-index default-index index native-tls system-certs insecure-host "
-    "http-timeout http-retries cache-dir",
+    "http-timeout http-retries cache-dir index-strategy keyring-provider",
 }
 """What a site may set, as the words of a configuration file or, with PIP_ or UV_ before them, of the environment."""
 RENAMED = {"allow-insecure-host": "insecure-host"}
@@ -54,7 +54,7 @@ def environment(tool: str, before: Mapping[str, str], files: tuple[str, ...] = (
                 ignored.append(f"{path}: {key} is ignored: it does not say where packages come from")
     kept = {f"{prefix}{key.upper().replace('-', '_')}" for key in allowed}
     for name, value in before.items():
-        if not name.startswith(prefix) or name in kept:
+        if not name.startswith(prefix) or name in kept or name.startswith("UV_INDEX_"):  # credentials of an index
             found[name] = value
         elif name not in ("PIP_CONFIG_FILE", "UV_NO_CONFIG"):
             ignored.append(f"{name} of the environment is ignored: it does not say where packages come from")
