@@ -61,7 +61,7 @@ def work(*lines: str) -> Commands:
         f"login() {{ for u in $(cat {LOGIN_RAN}); do {back}; done; }}",
         "trap login EXIT",
         # A dpkg that was killed half-way is finished first.
-        "free; dpkg --configure -a >/dev/null",
+        "free; dpkg --configure -a >/dev/null 8>&-",
         *lines,
     )
 
