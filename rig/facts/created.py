@@ -56,8 +56,7 @@ class CreatedThings(FactBase[Created]):
             f"{records}; }}; true"
         )
 
-    def default(self) -> Created:  # type: ignore[override]  # see rig/facts/state.py
-        return Created()
+    default = Created
 
     def process(self, output: Iterable[str]) -> Created:
         there: list[tuple[str, str]] = []

@@ -31,8 +31,7 @@ class HostBasics(FactBase[Basics]):
             '"0x10de 0x03"*) echo "gpu $(cat $d/device)";; esac; done'
         )
 
-    def default(self) -> Basics:  # type: ignore[override]  # pyinfra types default() as returning the class
-        return Basics()
+    default = Basics
 
     def process(self, output: Iterable[str]) -> Basics:
         found: dict[str, list[str]] = {"os": [], "machine": [], "gpu": []}
@@ -150,9 +149,9 @@ class UnitProperties(FactBase[dict[str, dict[str, str]]]):
 class Job:
     """A transient unit. active: still at work. last: its last line in the journal."""
 
-    active: bool
-    result: str
-    last: str
+    active: bool = False
+    result: str = ""
+    last: str = ""
 
 
 class JobState(FactBase[Job]):
@@ -165,8 +164,7 @@ class JobState(FactBase[Job]):
         printable = "tr -cd '[:print:]\\n' | cut -c1-200"
         return f"systemctl show -P ActiveState {name}; systemctl show -P Result {name}; {last} | {printable}"
 
-    def default(self) -> Job:  # type: ignore[override]  # see HostBasics
-        return Job(False, "", "")
+    default = Job
 
     def process(self, output: Iterable[str]) -> Job:
         active, result, last = [*output, "", "", ""][:3]
@@ -202,8 +200,7 @@ class Privilege(FactBase[Rights]):
         root = "sudo -n id -u 2>&1" if sudo else "id -u"
         return f'echo "user $(id -un)"; ( {root} ) </dev/null | tail -n 1 | sed "s/^/root /"'
 
-    def default(self) -> Rights:  # type: ignore[override]  # see rig/facts/state.py
-        return Rights()
+    default = Rights
 
     def process(self, output: Iterable[str]) -> Rights:
         found = dict(line.split(" ", 1) for line in output if " " in line)

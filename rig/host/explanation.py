@@ -1,6 +1,7 @@
 """The page an operator pins to the wall: what the host is, what was chosen for it, why, from where. Pure."""
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
@@ -116,10 +117,10 @@ def _facts(facts: HostFacts) -> Iterator[tuple[str, str]]:
     )
     if facts.memory_bytes is not None:
         yield "memory", f"{facts.memory_bytes / 2**30:.0f} GiB{', with swap' if facts.swap else ''}"
-    for name, count in _counted(_card_kind(gpu) for gpu in facts.gpus):
+    for name, count in Counter(_card_kind(gpu) for gpu in facts.gpus).items():
         yield "cards", f"{count} x {name}"
     if len(facts.gpus) > 1:
-        yield "paths", ", ".join(f"{count} x {word}" for word, count in _counted(_pairs(facts)))
+        yield "paths", ", ".join(f"{count} x {word}" for word, count in Counter(_pairs(facts)).items())
     if driver.version:
         modules = {True: "open modules", False: "proprietary modules", None: "modules of unknown kind"}[
             driver.open_module
@@ -154,10 +155,3 @@ def _card_kind(gpu: Gpu) -> str:
 
 def _card(gpu: Gpu) -> str:
     return f"{gpu.address} {gpu.name}"
-
-
-def _counted(words: Iterable[str]) -> list[tuple[str, int]]:
-    counts: dict[str, int] = {}
-    for word in words:
-        counts[word] = counts.get(word, 0) + 1
-    return list(counts.items())

@@ -169,9 +169,6 @@ def _values(settings: Iterable[Setting]) -> dict[str, str]:
 
 
 def _by_engine(settings: Iterable[Setting]) -> dict[str, dict[str, str]]:
-    chosen: dict[str, dict[str, str]] = {}
-    for one in settings:
-        for engine in one.engines:
-            if one.value is not None:
-                chosen.setdefault(engine, {})[one.name] = one.value
-    return chosen
+    chosen = [*settings]
+    found = {engine: _values(one for one in chosen if engine in one.engines) for engine in ENGINES}
+    return {engine: values for engine, values in found.items() if values}

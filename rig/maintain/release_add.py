@@ -33,6 +33,7 @@ from rig.cli.arguments import Options, parse
 from rig.cli.converge import ended
 from rig.maintain.locks import LOCKS, LockError, Recipe, read_recipes, write_lock
 from rig.plan.command_lines import Locations, command_line
+from rigctl.contract.comparison import version_tuple
 from rigctl.contract.environment_build import EnvironmentBuild, Index
 from rigctl.engines import environment, probes
 from rigctl.engines.drift import read_lock
@@ -148,17 +149,13 @@ def needs_of(lock: str, platform: str) -> dict[str, str]:
     runtimes = [pinned[key] for key in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12") if key in pinned]
     if runtimes:
         cuda = ".".join(runtimes[0].split(".")[:2])
-        fitting = [minor for minor in DRIVER_OF_CUDA if _version(minor) <= _version(cuda)]
+        fitting = [minor for minor in DRIVER_OF_CUDA if version_tuple(minor) <= version_tuple(cuda)]
         same = [minor for minor in fitting if minor.partition(".")[0] == cuda.partition(".")[0]]
         if same:
-            needs |= {"minimum_driver": DRIVER_OF_CUDA[max(same, key=_version)], "minimum_cuda": cuda}
+            needs |= {"minimum_driver": DRIVER_OF_CUDA[max(same, key=version_tuple)], "minimum_cuda": cuda}
     if match := re.search(r"manylinux_(\d+)_(\d+)$", platform):
         needs["minimum_glibc"] = f"{match[1]}.{match[2]}"
     return needs
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("."))
 
 
 def recipe_line(name: str, package: str, version: str, like: str) -> str:
