@@ -73,14 +73,14 @@ def _port_free_or_ours(box: Box) -> None:
 
 def _must(run: Callable[[], int]) -> None:
     if run() != 0:
-        raise DemoFailed
+        raise DemoFailed("its own messages stand above")
 
 
 def _ask(box: Box) -> dict[str, Any]:
     command = f"rigctl chat --json --configuration {CONFIGURATION} '{PROMPT}'"
     result = subprocess.run(box.ssh_command(command), stdout=subprocess.PIPE, errors="replace", check=False)
     if result.returncode != 0:
-        raise DemoFailed
+        raise DemoFailed("its own messages stand above")
     answer: dict[str, Any] = json.loads(result.stdout)
     return answer
 
@@ -108,15 +108,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; 0 when an answer came, else 1 with the reason."""
     parse("rig.cli.demo", __doc__, argv)
     os.environ.setdefault("PYINFRA_PROGRESS", "off")
-    try:
+
+    def work() -> int:
         demo()
-    except (DemoFailed, SandboxError) as error:
-        print(f"demo failed{f': {error}' if str(error) else ': see above'}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("demo failed: interrupted; run it again to go on, or `make sandbox-rm`", file=sys.stderr)
-        return 1
-    return 0
+        return 0
+
+    again = "run it again to go on, or `make sandbox-rm`"
+    return converge.ended(work, again, (DemoFailed, SandboxError))
 
 
 if __name__ == "__main__":

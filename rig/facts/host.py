@@ -416,11 +416,14 @@ class _Reader:
         is_open = "Open Kernel Module" in banner if banner else None
         if is_open is None and "license" in modinfo:
             is_open = "GPL" in modinfo["license"]
+        parameters = self.file("/proc/driver/nvidia/params") or ""
         hmm = (self.file("/sys/module/nvidia_uvm/parameters/uvm_disable_hmm") or "").strip()
         return Driver(
             version=loaded,
             open_module=is_open,
-            parameters=parse_parameters(self.file("/proc/driver/nvidia/params") or ""),
+            parameters={
+                name: value.strip().strip('"') for name, value in re.findall(r"^(\w+):(.*)$", parameters, re.M)
+            },
             hmm_disabled=hmm in ("Y", "1") if hmm else None,
             on_disk=modinfo.get("version"),
             signer=modinfo.get("signer"),
@@ -511,11 +514,6 @@ def _relation(a: Gpu, b: Gpu) -> str:
     return "PIX" if below <= 1 else "PXB"
 
 
-def parse_parameters(text: str) -> dict[str, str]:
-    """/proc/driver/nvidia/params: "Name: value" lines, quotes dropped."""
-    return {name: value.strip().strip('"') for name, value in re.findall(r"^(\w+):(.*)$", text, re.M)}
-
-
 def parse_command_line(text: str | None) -> tuple[str, ...] | None:
     """Tokens of a kernel command line; what follows "--" goes to init and is left out."""
     if text is None:
@@ -591,7 +589,7 @@ def _gpu(index: int, device: Mapping[str, Any], rows: Mapping[str, Mapping[str, 
         power_limit_w=_float(row.get("power.limit")),
         power_min_w=_float(row.get("power.min_limit")),
         power_max_w=_float(row.get("power.max_limit")),
-        mig=_enabled(row.get("mig.mode.current")),
+        mig={"enabled": True, "disabled": False}.get((row.get("mig.mode.current") or "").lower()),
         numa_node=None if node is None or node < 0 else node,
         host_bridge=device["path"][0] if device["path"] else "",
         bridges=tuple(device["path"][1:]),
@@ -663,11 +661,6 @@ def _float(text: str | None) -> float | None:
         return float(text) if text else None
     except ValueError:
         return None
-
-
-def _enabled(text: str | None) -> bool | None:
-    known: dict[str, bool] = {"enabled": True, "disabled": False}
-    return known.get((text or "").lower())
 
 
 def _first_line(text: str) -> str:

@@ -157,18 +157,15 @@ def _boot_files(settings: HostSettings, facts: HostFacts) -> Iterator[HostFile]:
         text = f'{HEADER}GRUB_CMDLINE_LINUX_DEFAULT="$GRUB_CMDLINE_LINUX_DEFAULT {arguments}"\n'
         yield HostFile(GRUB_DROP_IN, text, "update-grub 2>/dev/null", absent)
     if facts.boot_loader == "systemd-boot" and (tokens or previous):
-        current = facts.boot_files.get(KERNEL_CMDLINE) or _booted_with(facts)
+        # The running kernel's arguments, without those the boot loader itself adds.
+        booted = (each for each in facts.command_line or () if not each.startswith(("BOOT_IMAGE=", "initrd=")))
+        current = facts.boot_files.get(KERNEL_CMDLINE) or " ".join(booted)
         # kernel-install writes the entry of each installed kernel anew from this file.
         refresh = 'for k in /boot/vmlinuz-*; do kernel-install add "${k#/boot/vmlinuz-}" "$k"; done'
         wanted = " ".join(tokens)
         absent = f"grep -L -F -- {shlex.quote(wanted)} {ENTRIES} | grep -q ."
         yield HostFile(KERNEL_CMDLINE, merge_command_line(current, tokens, previous), refresh, absent if tokens else "")
         yield HostFile(OUR_ARGUMENTS, wanted + "\n")
-
-
-def _booted_with(facts: HostFacts) -> str:
-    """The running kernel's arguments without those the boot loader itself adds."""
-    return " ".join(token for token in facts.command_line or () if not token.startswith(("BOOT_IMAGE=", "initrd=")))
 
 
 def merge_command_line(text: str, tokens: Iterable[str], previous: Iterable[str] = ()) -> str:

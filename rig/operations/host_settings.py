@@ -167,8 +167,7 @@ def asks_for_reboot(why: Sequence[str], installing: bool = False) -> Commands:
 
 def _mark(why: Sequence[str]) -> StringCommand:
     lines = " ".join(map(shlex.quote, why))
-    folder = layout.REBOOT_PENDING.rsplit("/", 1)[0]
-    return script(f"mkdir -p {folder}", f"printf '%s\\n' {lines} > {layout.REBOOT_PENDING}")
+    return script(f"printf '%s\\n' {lines} > {layout.REBOOT_PENDING}")
 
 
 @operation()
@@ -198,15 +197,11 @@ def rebooted(limit_seconds: int) -> Generator[StringCommand | FunctionCommand, N
     pyinfra's own server.reboot compares uptimes, which a container shares with its host, and ends in a traceback when a
     connection is made to a system that is on its way down.
     """
-    before = _boot(host.get_fact(Lines, script=BOOT_IDENTITY))
+    lines = host.get_fact(Lines, script=BOOT_IDENTITY)
     note("the host reboots")
     # Detached: the connection must be free before the host goes down.
     yield StringCommand("systemd-run --quiet --on-active=2 --timer-property=AccuracySec=100ms systemctl reboot")
-    yield FunctionCommand(_wait_for_boot, (before, limit_seconds), {})
-
-
-def _boot(lines: list[str]) -> str:
-    return " ".join(lines)
+    yield FunctionCommand(_wait_for_boot, (" ".join(lines), limit_seconds), {})
 
 
 def _wait_for_boot(state: State, host: Host, before: str, limit_seconds: int) -> None:
@@ -218,7 +213,7 @@ def _wait_for_boot(state: State, host: Host, before: str, limit_seconds: int) ->
         with contextlib.suppress(Exception):  # refused, reset, half a system: it is not there yet
             host.connect(show_errors=False, raise_exceptions=True)
             done, output = host.run_shell_command(BOOT_IDENTITY, _timeout=20)
-            after = _boot(list(output.stdout_lines))
+            after = " ".join(output.stdout_lines)
             if done and after and after != before:
                 logger.info(f"{host.print_prefix}answers from its new boot")
                 return

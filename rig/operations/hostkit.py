@@ -63,15 +63,11 @@ def hostkit_archive(files: tuple[Path, ...]) -> bytes:
         tarfile.open(fileobj=zipped, mode="w", format=tarfile.USTAR_FORMAT) as tar,
     ):
         for path in files:
-            _add(tar, path)
+            info = tarfile.TarInfo(str(path.relative_to(SOURCE)))
+            info.size, info.mode = path.stat().st_size, _mode(path)
+            with path.open("rb") as content:
+                tar.addfile(info, content)
     return buffer.getvalue()
-
-
-def _add(tar: tarfile.TarFile, path: Path) -> None:
-    info = tarfile.TarInfo(str(path.relative_to(SOURCE)))
-    info.size, info.mode = path.stat().st_size, _mode(path)
-    with path.open("rb") as content:
-        tar.addfile(info, content)
 
 
 def hostkit_path(plan: HostPlan) -> str:

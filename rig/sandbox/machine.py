@@ -209,12 +209,9 @@ def _pip_files(environ: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _uv_settings(environ: Mapping[str, str]) -> str:
-    home = Path(environ.get("HOME") or "/root")
-    config = Path(environ.get("XDG_CONFIG_HOME") or home / ".config")
-    for path in (config / "uv/uv.toml", Path("/etc/uv/uv.toml")):
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    return ""
+    config = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or "/root", ".config"))
+    there = (path for path in (config / "uv/uv.toml", Path("/etc/uv/uv.toml")) if path.is_file())
+    return next((path.read_text(encoding="utf-8") for path in there), "")
 
 
 def _apt_settings() -> list[str]:
