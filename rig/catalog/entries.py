@@ -32,7 +32,7 @@ from pydantic import (
 from rig.catalog.yaml_source import CatalogError, Document, load
 from rigctl.contract.checkpoint_job import Role
 from rigctl.contract.environment_build import Index
-from rigctl.contract.fields import Address, Distribution, Dotted, HostPath, Sha256, Text, Variable, host_path
+from rigctl.contract.fields import Address, Distribution, Dotted, HostPath, Package, Sha256, Text, Variable, host_path
 from rigctl.contract.kernel_job import KernelLibrary
 from rigctl.contract.manifest import Manifest
 from rigctl.contract.order import Part, keys, nearest, words
@@ -51,7 +51,6 @@ NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 Port = Annotated[int, Field(ge=1024, le=65535)]
 Flag = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$")]
-Package = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9+.-]*$")]
 FlagValue = bool | int | float | str | list[str] | dict[str, Any]
 
 # What says the same elsewhere in an entry, where it is checked; a key in argv or a unit file is one that all can read.

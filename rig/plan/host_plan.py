@@ -364,8 +364,9 @@ def kernel_packages(release: Release) -> list[str]:
     """Packages that building a release's kernel needs, or compiling one while it serves."""
     if release.kernel is None:
         return []
-    build = ["binutils", "ccache", "git", "python3-dev"] if release.kernel.mode == "source" else []
-    return ["g++", *build]
+    if release.kernel.mode == "wheel":
+        return ["g++"]
+    return ["g++", "binutils", "ccache", "git", "python3-dev", *release.kernel.system_packages]
 
 
 def canonical_digest(value: Any) -> str:

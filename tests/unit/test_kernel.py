@@ -30,7 +30,7 @@ from rigctl.contract import layout
 from rigctl.contract.kernel_job import KernelJob
 from rigctl.errors import RigctlError
 from rigctl.kernel import build, commands, cubins, install, memory, source, store, toolchain
-from rigctl.kernel.compile_job import Running, State, fits, need_of
+from rigctl.kernel.compile_job import Known, Running, State, fits
 from tests.support.plans import data
 from tests.unit.test_operations import local_state
 from tests.unit.wheelhouse import wheel as make_wheel
@@ -252,16 +252,17 @@ def test_a_toolkit_of_links_puts_the_compiler_first(tmp_path: Path) -> None:
 
 
 def test_a_job_waits_for_what_others_may_still_grow_to() -> None:
-    assert fits(20000, [], 100), "one always runs"
-    assert fits(4000, [Running(9000, 8000)], 6000)
-    assert not fits(4000, [Running(9000, 1000)], 10000)
-    assert not fits(4000, [Running(9000, 9500)], 4100), "a reserve stays"
+    assert fits(20000, [], 100, 1), "one always runs"
+    assert fits(4000, [Running(9000, 8000)], 6000, 2)
+    assert not fits(4000, [Running(9000, 8000)], 60000, 1), "one compiler at once"
+    assert not fits(4000, [Running(9000, 1000)], 10000, 2)
+    assert not fits(4000, [Running(9000, 9500)], 4100, 2), "a reserve stays"
 
 
 def test_needs_are_found_by_the_longest_path() -> None:
     needs = {"default": 1, "kernel.cu": 2, "gemm/kernel.cu": 3}
     files = ("a.cu", "moe/kernel.cu", "gemm/kernel.cu", "xkernel.cu")
-    assert [need_of(f"/src/{name}", needs) for name in files] == [1, 2, 3, 1]
+    assert [Known(needs).need(f"/src/{name}") for name in files] == [1, 2, 3, 1]
 
 
 def test_jobs_follow_memory_and_cores(tmp_path: Path) -> None:
@@ -314,7 +315,12 @@ def test_the_launcher_notes_what_a_compiler_took(tmp_path: Path) -> None:
     done = launch(state.root, sys.executable, "-c", code, "x.cu")
     assert (done.returncode, done.stderr) == (3, "said\n")
     [entry] = [json.loads(line) for line in state.log.read_text().splitlines()]
-    assert entry["source"] == "x.cu" and entry["code"] == 3 and not entry["killed"] and 200 <= entry["peak"] < 400
+    assert (
+        entry["source"] == str(Path("x.cu").absolute())
+        and entry["code"] == 3
+        and not entry["killed"]
+        and 200 <= entry["peak"] < 400
+    )
     assert state.running() == []
 
 
@@ -365,10 +371,10 @@ def test_a_build_is_refused_beside_a_serving_engine(tmp_path: Path, monkeypatch:
 
 def test_progress_line() -> None:
     step = "Building CUDA object CMakeFiles/ops.dir/csrc/gemm/fp8.cu.o"
-    assert build.progress(37, 62, 1800, step) == "[37/62] fp8.cu, about 20 min left"
-    assert build.progress(1, 62, 2, step) == "[1/62] fp8.cu"
-    assert build.progress(3, 4, 30, "/usr/bin/ccache nvcc -O3 -c /s/csrc/a.cu -o a.o") == "[3/4] a.cu, about 10 s left"
-    assert build.progress(62, 62, 900, "Linking CXX shared module x.so") == "[62/62] Linking CXX shared module x.so"
+    assert build.progress(37, 62, 48, step) == "[37/62] fp8.cu, about 20 min left"
+    assert build.progress(1, 62, None, step) == "[1/62] fp8.cu", "what a cache answers says nothing of the rest"
+    assert build.progress(3, 4, 10, "/usr/bin/ccache nvcc -O3 -c /s/csrc/a.cu -o a.o") == "[3/4] a.cu, about 10 s left"
+    assert build.progress(62, 62, 15, "Linking CXX shared module x.so") == "[62/62] Linking CXX shared module x.so"
 
 
 # Source
@@ -419,7 +425,7 @@ def test_a_copy_leaves_out_version_control_and_keeps_links(tmp_path: Path) -> No
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(RigctlError, match=r"no pyproject.toml there: put the source of rig-kernel at"):
-        source.identity(spec(tmp_path), tmp_path / "memos")
+        build.gather(spec(tmp_path), toolchain.Toolchain(tmp_path, tmp_path, tmp_path, {}))
 
 
 def test_a_dependency_that_is_not_there(tmp_path: Path) -> None:

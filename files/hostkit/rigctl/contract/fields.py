@@ -63,6 +63,7 @@ Dotted = Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)*$")]
 HostPath = Annotated[str, AfterValidator(host_path)]
 Place = Annotated[Path, BeforeValidator(_place)]
 """A HostPath as a Path, for the program that opens it."""
+Package = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9+.-]*$")]
 PythonVersion = Annotated[str, StringConstraints(pattern=r"^3\.\d+$")]
 Remote = Annotated[str, StringConstraints(min_length=1), AfterValidator(_no_secret)]
 Address = Annotated[str, AfterValidator(_address)]

@@ -10,8 +10,11 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from rigctl.contract.environment_build import Environment
-from rigctl.contract.fields import Commit, Distribution, Dotted, Place, Remote, Text, Variable
+from rigctl.contract.fields import Commit, Distribution, Dotted, Package, Place, Remote, Text, Variable
 from rigctl.contract.order import Document, Order, Part, renamed
+
+Below = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*(/\w[\w.-]*)*$")]
+Dependency = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")]
 
 
 class GitSource(Part):
@@ -37,6 +40,9 @@ class KernelDependency(Part):
     path: Place
     private: bool = False
     """Configuration writes into it: each build gets a copy."""
+    nested: dict[Below, Place] = {}
+    """Trees that belong inside it and are no part of the directory, as submodules are: where -> directory on the host.
+    Each build gets a copy of it with them."""
 
 
 class KernelLibrary(Part):
@@ -62,9 +68,14 @@ class KernelLibrary(Part):
     """Variables of the build."""
     drop_targets: list[Text] = []
     """CMake targets that are neither built nor installed."""
-    dependencies: dict[Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")], KernelDependency] = {}
+    dependencies: dict[Dependency, KernelDependency] = {}
+    unused_dependencies: list[Dependency] = []
+    """Dependencies that its CMake files declare and these defines do not reach: nobody misses them."""
+    system_packages: list[Package] = []
+    """Debian/Ubuntu packages with headers and libraries that a build needs."""
     memory_mib: dict[Text, Annotated[int, Field(ge=1)]] = {}
-    """Memory that compiling a file takes, by file name; "default" for the others. Measured ones count when larger."""
+    """Memory that compiling a file takes, by file name or path; "default" for those of which nothing is known. What was
+    measured counts when it is larger."""
     jobs: Annotated[int, Field(ge=1)] | None = None
     """Most compilers at once; unset: by memory and cores."""
     memory_limit: Annotated[str, StringConstraints(pattern=r"^([1-9]\d?%|[1-9]\d*[MG])$")] = "85%"
@@ -126,10 +137,13 @@ class KernelJob(KernelLibrary, Order):
     def digest(self) -> str:
         """Of what is ordered, whatever words the format has for it.
 
-        Receipts, recorded states and names of build units hold it: it is taken over format 0's keys for ever. What a
-        later format added counts once it is set; memory_limit says nothing of the library.
+        Receipts, recorded states and names of build units hold it: it is taken over format 0's keys for ever. What was
+        added later counts once it is set; memory_limit and unused_dependencies say nothing of the library.
         """
-        now = self.model_dump(mode="json", exclude={"format", "memory_limit", "engine"})
+        now = self.model_dump(mode="json", exclude={"format", "engine", "memory_limit", "unused_dependencies"})
+        for holder, key in ((now, "system_packages"), *((each, "nested") for each in now["dependencies"].values())):
+            if not holder[key]:
+                del holder[key]
         engine = self.engine.model_dump(mode="json")
         old = {
             **{key: value for key, value in now.items() if key not in RENAMED.values()},

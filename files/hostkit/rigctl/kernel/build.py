@@ -23,19 +23,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rigctl.contract.kernel_job import KernelJob
+from rigctl.contract.kernel_job import KernelJob, SourceDirectory
 from rigctl.errors import RigctlError
-from rigctl.kernel import cubins, memory, source, store, toolchain
-from rigctl.kernel.compile_job import STATE, State
+from rigctl.kernel import cubins, memory, requirements, source, store, toolchain
+from rigctl.kernel.compile_job import STATE, Known, State
 from rigctl.kernel.toolchain import Toolchain
 from rigctl.own_process import own_process
 
 FORCE = Path(__file__).with_name("force.cmake")
 STEP = re.compile(r"^\[(\d+)/(\d+)\] (.*)")
+MADE = re.compile(r"Building \w+ object (\S+)|(?<= -o )(\S+)")
 OBJECT = re.compile(r"Building \w+ object (\S+)|\s-c (\S+)")
 CCACHE_SIZE = "20G"
 # A job for each so many MiB of free memory, at most one a core; the launcher then sees to the large ones.
 JOB_MIB = 2048
+# Launchers that wait beside those that may run: among them is one that fits.
+WAITING = 8
+PEAKS, SECONDS = "peaks.json", "seconds.json"
 SHARE_OF_CORES = 4
 
 
@@ -54,17 +58,17 @@ class Inputs:
 
 def gather(job: KernelJob, chain: Toolchain) -> Inputs:
     """The inputs as they are now. Reads every file once, later only what changed."""
-    memos = job.root / "memos" / job.package
+    requirements.refuse(job, requirements.absent_trees(job))
     patches = sorted(job.patches.glob("*.patch")) if job.patches else []
     return Inputs(
         {
             "name": job.package,
-            "source": source.identity(job, memos),
+            "source": source.identity(job, _memos(job)),
             "subdirectory": job.subdirectory,
             "patches": [store.sha256(path) for path in patches],
             "dependencies": {
-                name: source.tree_digest(_dependency(job, name), memos / f"{name}.json")
-                for name in sorted(job.dependencies)
+                name: source.tree_digest(path, _memos(job) / f"{name.replace('/', '-')}.json")
+                for name, path in sorted(requirements.trees(job).items())
             },
             "versions": dict(chain.versions),
             "architectures": cubins.wanted(job.architectures),
@@ -76,14 +80,8 @@ def gather(job: KernelJob, chain: Toolchain) -> Inputs:
     )
 
 
-def _dependency(job: KernelJob, name: str) -> Path:
-    path = job.dependencies[name].path
-    if not path.is_dir():
-        raise RigctlError(
-            f"{path}: not there; it is dependency {name} of {job.package}: put its source there, or leave the "
-            "dependency out of the release's kernel, and CMake fetches it"
-        )
-    return path
+def _memos(job: KernelJob) -> Path:
+    return job.root / "memos" / job.package
 
 
 @dataclass
@@ -91,12 +89,34 @@ class Outcome:
     """What one run of the build did. Memory in MiB, times in seconds."""
 
     code: int = 0
-    killed: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
     peak: int = 0
     steps: int = 0
-    compiled: list[dict[str, Any]] = field(default_factory=list)
+    ended: list[dict[str, Any]] = field(default_factory=list)
+    """What the launcher noted of each file (compile_job.py)."""
     said: list[str] = field(default_factory=list)
+    group_killed: bool = False
+    """The kernel ended a process of the build for want of memory."""
+
+    @property
+    def killed(self) -> list[str]:
+        """Files whose compiler was ended for want of memory."""
+        found = [each["source"] for each in self.ended if each.get("killed")]
+        if not found and self.code and self.group_killed:
+            return self.failed or ["a process of the build"]
+        return found
+
+    @property
+    def failed(self) -> list[str]:
+        return [each["source"] for each in self.ended if each["code"] and not each.get("killed")]
+
+    @property
+    def too_large(self) -> dict[str, int]:
+        """Files that were not compiled -> MiB that they need."""
+        return {each["source"]: each["too_large"] for each in self.ended if each.get("too_large")}
+
+    @property
+    def compiled(self) -> list[dict[str, Any]]:
+        return [each for each in self.ended if not each.get("too_large")]
 
 
 class Build:
@@ -108,7 +128,7 @@ class Build:
         self.source, self.build, self.out = (self.work / name for name in ("source", "build", "out"))
         self.log = self.work / "build.log"
         self.state = State(self.work / "state")
-        self.peaks = job.root / "memos" / job.package / "peaks.json"
+        self.limit = memory.budget(job.memory_limit)
 
     def run(self, jobs: int) -> store.Stored:
         """Build, prove and store. Raises RigctlError; what was built so far stays for the next try."""
@@ -121,15 +141,12 @@ class Build:
 
     def _run(self, jobs: int) -> store.Stored:
         started = time.time()
-        self._room()
-        source.take(self.job, self.source, str(self.inputs.values["source"]))
-        if self.job.patches is not None:
-            source.apply_patches(self.job.patches, self.source)
+        self._prepare()
         found = len(whole_objects(self.build))
         if found:
             print(f"{self.job.package}: going on with {found} objects of an earlier build", flush=True)
         outcome, attempts = self._compile(jobs), 1
-        if outcome.code and outcome.killed:
+        if outcome.code and outcome.killed and not outcome.failed and not self._beyond(outcome):
             fewer = max(1, jobs // 2)
             print(f"{outcome.killed[0]} was killed for want of memory: once more, with {fewer} jobs", flush=True)
             outcome, attempts, jobs = self._compile(fewer), 2, fewer
@@ -137,9 +154,8 @@ class Build:
             self._fail(outcome)
         wheel = self._wheel()
         held = self.prove(wheel)
-        then, memos = str(self.inputs.values["source"]), self.job.root / "memos" / self.job.package
-        if edited := source.edited_since(self.job, then, memos):
-            raise RigctlError(f"{edited} was edited while it was built; nothing was installed, deploy again")
+        if edited := self._edited():
+            raise RigctlError(f"{', '.join(edited)} was edited while it was built; nothing was installed, deploy again")
         receipt = {
             "name": self.job.package,
             "inputs": self.inputs.values,
@@ -153,12 +169,62 @@ class Build:
             "steps": outcome.steps,
             "compiled": len(outcome.compiled),
             "objects_before": found,
+            "system_packages": requirements.installed(self.job.system_packages),
             "host": socket.gethostname(),
             "at": int(time.time()),
         }
         stored = store.put(self.job, self.inputs.digest, wheel, receipt)
         shutil.rmtree(self.work, ignore_errors=True)
         return stored
+
+    def _prepare(self) -> None:
+        """The work directory with all that configuration reads. Raises RigctlError with what is missing."""
+        for other in self.work.parent.glob("*"):
+            # One that was given up: ccache has what it compiled.
+            if other != self.work:
+                shutil.rmtree(other)
+        self._room()
+        source.take(self.job, self.source, str(self.inputs.values["source"]))
+        if self.job.patches is not None:
+            source.apply_patches(self.job.patches, self.source)
+        requirements.refuse(self.job, requirements.undeclared(self.job, self.source))
+        for name, dependency in self.job.dependencies.items():
+            target = self._copy_of(name)
+            if (dependency.private or dependency.nested) and not target.exists():
+                source.copy(dependency.path, target, dependency.nested)
+
+    def _copy_of(self, name: str) -> Path:
+        return self.work / "dependencies" / name
+
+    def _edited(self) -> list[str]:
+        """Directories of the operator's that are others than those that were built."""
+        now, then = gather(self.job, self.chain).values, self.inputs.values
+        paths = requirements.trees(self.job)
+        edited = [str(paths[name]) for name, was in then["dependencies"].items() if now["dependencies"][name] != was]
+        if isinstance(self.job.source, SourceDirectory) and now["source"] != then["source"]:
+            edited.append(str(self.job.source.path))
+        return edited
+
+    def configure(self) -> list[str]:
+        """Configure without compiling; the source of every object that is yet to be made. Raises RigctlError."""
+        self._prepare()
+        command = self._command("-n")  # ninja's dry run: the installation of nothing fails after it
+        done = subprocess.run(command, env=self._environment(1), capture_output=True, text=True, check=False)
+        steps = [found[3] for line in done.stdout.splitlines() if (found := STEP.match(line))]
+        if not steps:
+            print("\n".join((done.stdout + done.stderr).splitlines()[-25:]), flush=True)
+            raise RigctlError(f"{self.job.package}: it cannot be configured (above)")
+        made = {found[1] or found[2] for step in steps if (found := MADE.search(step))}
+        ninja: list[str | Path] = [self.chain.tools / "bin" / "ninja", "-C", self.build, "-t", "compdb"]
+        listed = json.loads(subprocess.run(ninja, capture_output=True, text=True, check=True).stdout)
+        return [
+            str(self.build / each["file"]) for each in listed if each["output"] in made and each["output"][-2:] == ".o"
+        ]
+
+    def seconds(self, files: Sequence[str]) -> list[float]:
+        """Processor seconds of those files that an earlier build has measured."""
+        measured = _numbers(_memos(self.job) / SECONDS)
+        return [measured[name] for name in map(self._name, files) if name in measured]
 
     def prove(self, wheel: Path) -> cubins.Cubins:
         """What its libraries hold. Raises RigctlError unless all of it is for the wanted architectures."""
@@ -182,7 +248,7 @@ class Build:
             raise RigctlError(f"{self.out}: {len(wheels)} wheels, expected one; see {self.log}")
         return wheels[0]
 
-    def _command(self) -> list[str]:
+    def _command(self, *ninja: str) -> list[str]:
         architectures = ";".join(f"{each}-real" for each in self.inputs.values["architectures"])
         launcher = shutil.which("ccache") or str(self._launcher())
         defines = {
@@ -195,14 +261,12 @@ class Build:
             "CMAKE_C_COMPILER_LAUNCHER": launcher,
         }
         for name, dependency in self.job.dependencies.items():
-            path = _dependency(self.job, name)
-            if dependency.private:
-                path = self.work / "dependencies" / name
-                if not path.exists():
-                    source.copy(dependency.path, path)
+            path = self._copy_of(name) if dependency.private or dependency.nested else dependency.path
             defines[f"FETCHCONTENT_SOURCE_DIR_{name.upper()}"] = str(path)
         command = [str(self.chain.tools / "bin" / "python"), "-m", "build", "--wheel", "--no-isolation"]
         command += ["--skip-dependency-check", f"--outdir={self.out}", f"--config-setting=build-dir={self.build}"]
+        # A file that is killed, or needs too much, is no reason to leave the others: the launcher ends what is.
+        command += [f"--config-setting=build.tool-args={';'.join(('-k0', *ninja))}"]
         command += [f"--config-setting=cmake.define.{name}={value}" for name, value in defines.items()]
         return [*command, str(self.source / self.job.subdirectory)]
 
@@ -221,6 +285,7 @@ class Build:
             jobs,
             {
                 STATE: str(self.state.root),
+                "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs + WAITING if jobs > 1 else 1),
                 "TMPDIR": str(self.work / "tmp"),
                 "CCACHE_DIR": str(self.job.root / "ccache"),
                 "CCACHE_MAXSIZE": CCACHE_SIZE,
@@ -232,30 +297,33 @@ class Build:
             },
         )
 
+    def known(self, jobs: int) -> Known:
+        """What is known of the memory that files take."""
+        return Known(self.job.memory_mib, _numbers(_memos(self.job) / PEAKS), self.limit, jobs)
+
     def _compile(self, jobs: int) -> Outcome:
         shutil.rmtree(self.out, ignore_errors=True)
         shutil.rmtree(self.work / "tmp", ignore_errors=True)
         (self.work / "tmp").mkdir()
-        shutil.rmtree(self.state.jobs, ignore_errors=True)
-        self.state.jobs.mkdir()
-        needs = {**self.job.memory_mib, **_merge_peaks(self._known_peaks(), self.job.memory_mib)}
-        (self.state.root / "needs.json").write_text(json.dumps(needs))
         before = _lines(self.state.log)
+        self._learn(before)  # what a run that was killed has measured
+        self.state.begin(known := self.known(jobs))
+        for name, need in known.beyond().items():
+            print(f"{name} needs {need} MiB, the build may take {self.limit}: every other file is compiled", flush=True)
         killed_before = memory.killed()
         print(
             f"{self.job.package}: building with {jobs} jobs, {memory.available()} MiB free; log: {self.log}", flush=True
         )
-        outcome = self._follow(jobs)
-        outcome.compiled = _lines(self.state.log)[len(before) :]
-        outcome.failed = [each["source"] for each in outcome.compiled if each["code"]]
-        outcome.killed = [each["source"] for each in outcome.compiled if each["killed"]]
-        if outcome.code and not outcome.killed and memory.killed() > killed_before:
-            outcome.killed = outcome.failed or ["a process of the build"]
-        self._learn(outcome)
+        outcome = Outcome()
+        try:
+            self._follow(jobs, outcome, len(before))
+        finally:
+            outcome.ended = _lines(self.state.log)[len(before) :]
+            outcome.group_killed = memory.killed() > killed_before
+            self._learn(outcome.ended)
         return outcome
 
-    def _follow(self, jobs: int) -> Outcome:
-        outcome = Outcome()
+    def _follow(self, jobs: int, outcome: Outcome, before: int) -> None:
         over = threading.Event()
         watcher = threading.Thread(target=self._watch, args=(outcome, over), daemon=True)
         with self.log.open("a") as log:
@@ -269,10 +337,11 @@ class Build:
                 text=True,
                 errors="replace",
                 start_new_session=True,
+                close_fds=False,  # it holds the lock of the build too, should this process be killed alone
             )
             watcher.start()
             try:
-                self._read(process, log, outcome)
+                self._read(process, log, outcome, before)
                 outcome.code = process.wait()
             finally:
                 # ninja gives each compiler a group of its own; they end with ninja.
@@ -280,42 +349,59 @@ class Build:
                     os.killpg(process.pid, signal.SIGTERM)
                 over.set()
                 watcher.join()
-        return outcome
 
-    def _read(self, process: subprocess.Popen[str], log: Any, outcome: Outcome) -> None:
-        began: float | None = None
+    def _read(self, process: subprocess.Popen[str], log: Any, outcome: Outcome, before: int) -> None:
+        """Show what ninja says. After a file that does not compile only the others' ends come: they are not shown."""
+        began, failed = 0.0, False
         for line in process.stdout or []:
             log.write(line)
             log.flush()
             found = STEP.match(line)
+            if failed and found:
+                break
             if not found:
                 outcome.said = [*outcome.said[-79:], line.rstrip()]
                 continue
-            done, total = int(found[1]), int(found[2])
-            began = began or time.monotonic()
-            outcome.steps = max(outcome.steps, total)
-            print(progress(done, total, time.monotonic() - began, found[3]), flush=True)
+            ended = _lines(self.state.log)[before:]
+            compiled = [each for each in ended if not each["code"]]
+            if compiled and not began:
+                began = time.monotonic() - compiled[0]["seconds"]
+            outcome.steps = max(outcome.steps, int(found[2]))
+            made = MADE.search(found[3])
+            how = next((each for each in ended if made and each.get("object") == str(self.build / made[1])), None)
+            if how is not None and how["code"]:
+                reason = "was killed" if how.get("killed") else "is too large" if how.get("too_large") else "failed"
+                failed = reason == "failed"
+                print(f"[{found[1]}/{found[2]}] {_short(how['source'])} {reason}", flush=True)
+                continue
+            seconds = (time.monotonic() - began) / len(compiled) if began else None
+            print(progress(int(found[1]), int(found[2]), seconds, found[3]), flush=True)
+        log.writelines(process.stdout or [])
 
     def _watch(self, outcome: Outcome, over: threading.Event) -> None:
         while not over.wait(0.5):
             outcome.peak = max(outcome.peak, sum(each.now for each in self.state.running()))
 
-    def _known_peaks(self) -> dict[str, int]:
-        try:
-            found: dict[str, int] = json.loads(self.peaks.read_text())
-        except (OSError, ValueError):
-            return {}
-        return found
+    def _learn(self, ended: Sequence[Mapping[str, Any]]) -> None:
+        """Keep what files took, MiB and processor seconds, for the next build and its plan."""
+        for name, key in ((PEAKS, "need"), (SECONDS, "cpu")):
+            path = _memos(self.job) / name
+            fresh: dict[str, float] = {}
+            for each in ended:
+                if each.get("need"):
+                    file = self._name(each["source"])
+                    fresh[file] = max(each[key], fresh.get(file, 0))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({**_numbers(path), **fresh}, sort_keys=True))
 
-    def _learn(self, outcome: Outcome) -> None:
-        """Keep what files took: the next build knows, and a file that was killed counts half as much again."""
-        peaks = self._known_peaks()
-        for each in outcome.compiled:
-            name = Path(each["source"]).name
-            took = each["peak"] * 3 // 2 if each["killed"] else each["peak"]
-            peaks[name] = max(took, peaks.get(name, 0)) if each["killed"] else max(each["peak"], 1)
-        self.peaks.parent.mkdir(parents=True, exist_ok=True)
-        self.peaks.write_text(json.dumps(peaks, sort_keys=True))
+    def _name(self, path: str) -> str:
+        """A source file, the same in every work directory."""
+        return str(Path(path).relative_to(self.source)) if Path(path).is_relative_to(self.source) else _short(path)
+
+    def _beyond(self, outcome: Outcome) -> dict[str, int]:
+        """Files that need more than the build may take -> MiB."""
+        killed = {each["source"]: each["need"] for each in outcome.ended if each.get("killed")}
+        return {name: need for name, need in (outcome.too_large | killed).items() if need > self.limit}
 
     def _no_space(self) -> NoReturn:
         raise RigctlError(
@@ -325,8 +411,15 @@ class Build:
 
     def _fail(self, outcome: Outcome) -> NoReturn:
         name, log = self.job.package, self.log
-        if outcome.killed:
-            took = max((each["peak"] for each in outcome.compiled if each["killed"]), default=0)
+        if (beyond := self._beyond(outcome)) and not outcome.failed:
+            needs = ", ".join(f"{_short(file)} ({need} MiB)" for file, need in sorted(beyond.items()))
+            raise RigctlError(
+                f"{name}: {needs} needs more than the {self.limit} MiB that a build may take here (memory_limit "
+                f"{self.job.memory_limit}); all else is compiled: raise memory_limit in the release's kernel, add "
+                f"memory, or take the wheel of another host by kernel_store; log: {log}"
+            )
+        if outcome.killed and not outcome.failed:
+            took = max((each["peak"] for each in outcome.ended if each.get("killed")), default=0)
             raise RigctlError(
                 f"{name}: {_short(outcome.killed[0])} was killed for want of memory twice (it held {took} MiB, "
                 f"{memory.available()} MiB are free now): stop what takes the host's memory, or add swap; log: {log}"
@@ -354,20 +447,31 @@ def jobs_for(job: KernelJob, cores: int, free: int, *, serving: bool) -> int:
     return max(1, min(job.jobs or usable, usable, free // JOB_MIB))
 
 
-def progress(done: int, total: int, seconds: float, step: str) -> str:
-    """One line for the journal: "[37/62] heavy.cu, about 12 min left". seconds: since the first step began. Pure."""
+def progress(done: int, total: int, seconds: float | None, step: str) -> str:
+    """One line for the journal: "[37/62] heavy.cu, about 12 min left". Pure.
+
+    seconds: that one compiled file took so far, whole build by files; None before the first. What a cache answered
+    says nothing of the rest.
+    """
     found = OBJECT.search(step)
     what = Path(found[1] or found[2]).name.removesuffix(".o") if found else step[:60]
-    left = seconds / done * (total - done) if done else 0.0
-    if done == total or seconds < 5:
+    if done == total or seconds is None:
         return f"[{done}/{total}] {what}"
-    time_left = f"{left / 60:.0f} min" if left >= 90 else f"{left:.0f} s"
-    return f"[{done}/{total}] {what}, about {time_left} left"
+    return f"[{done}/{total}] {what}, about {duration(seconds * (total - done))} left"
 
 
-def _merge_peaks(measured: Mapping[str, int], stated: Mapping[str, int]) -> dict[str, int]:
-    """What files were measured to take; where data states more, that."""
-    return {name: max(took, stated.get(name, 0)) for name, took in measured.items()}
+def duration(seconds: float) -> str:
+    """ "12 min", or "70 s" below 90 seconds."""
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def _numbers(path: Path) -> dict[str, Any]:
+    """A file of numbers by name; none where it is not there."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
 
 
 def _lines(log: Path) -> list[dict[str, Any]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from rigctl.contract import layout
 from rigctl.contract.kernel_job import KernelJob
 from rigctl.engines.installed import distributions, normalised, site_packages
 from rigctl.errors import RigctlError
-from rigctl.kernel import build, cubins, install, memory, store, toolchain
+from rigctl.kernel import build, cubins, install, memory, requirements, store, toolchain
+from rigctl.kernel.children import end_with_us
+from rigctl.kernel.forecast import forecast
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -23,6 +27,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser("kernel", help="build, prove and install an engine's CUDA kernel wheel")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, run, text in (
+        ("plan", plan, "what a build lacks, compiles and takes; builds nothing (exit code 1: something is missing)"),
         ("ensure", ensure, "build what is missing and install it"),
         ("status", status, "what is installed, and whether it is what it should be (exit code 1: it is not)"),
         ("stock", stock, "go back to the wheel of the release's lock"),
@@ -32,6 +37,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action.add_argument("release", help="name of a release with a kernel, or path of an order")
         action.add_argument("--json", action="store_true")
         action.set_defaults(run=run)
+        if run is plan:
+            action.add_argument("--configure", action="store_true", help="make the toolchain, if it is not there")
     prove = actions.add_parser("prove", help="which GPUs the code in a wheel or environment is for")
     prove.add_argument("path", type=Path, help="a wheel, a library, or a directory of libraries")
     prove.add_argument("--cuobjdump", type=Path, required=True)
@@ -117,26 +124,44 @@ def status(arguments: argparse.Namespace) -> int:
     return 0 if found["state"] in ("installed", "wheel") else 1
 
 
+def plan(arguments: argparse.Namespace) -> int:
+    """Print what a build would lack, compile and take; exit code 1 when it cannot be done here."""
+    job = read_job(arguments.release)
+    if job.mode == "wheel":
+        print(f"{job.package}: mode is wheel, nothing is built")
+        return 0
+    # Before the first deploy has made it, there is nothing to be alone in.
+    with end_with_us(), _alone(job, wait=False) if job.root.exists() else nullcontext():
+        found = forecast(job, serving=bool(serving_units()), configure=arguments.configure)
+    print(json.dumps(asdict(found)) if arguments.json else "\n".join(found.lines()))
+    return 1 if found.missing or found.beyond else 0
+
+
 # What is done
 
 
 @contextmanager
-def _alone(job: KernelJob) -> Iterator[None]:
-    """One build of a kernel at a time on a host."""
+def _alone(job: KernelJob, *, wait: bool = True) -> Iterator[None]:
+    """One build of a kernel at a time on a host. Raises RigctlError where another is at work and we do not wait."""
     job.root.mkdir(parents=True, exist_ok=True)
     with (job.root / f".{job.package}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if not wait:
+                raise RigctlError(f"another build of {job.package} is at work: `journalctl` has its progress") from None
             print(f"another build of {job.package} is at work: waiting for it", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
+        os.set_inheritable(lock.fileno(), True)  # for the build itself, which must not outlive the lock
         yield
 
 
 def ensure(arguments: argparse.Namespace) -> int:
     """Do what `examine` finds missing; nothing when nothing is."""
     job = read_job(arguments.release)
-    with _alone(job):
+    with end_with_us(), _alone(job):
+        if job.mode == "source":
+            requirements.refuse(job, requirements.missing(job))
         toolchain.provide(job)
         if job.mode == "wheel":
             return _ensure_stock(job)

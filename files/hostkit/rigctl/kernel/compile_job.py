@@ -1,8 +1,9 @@
 """The compiler launcher: holds a compiler back while too little memory is left, and notes what each one took.
 
-Run by ccache (CCACHE_PREFIX) or by CMake (CMAKE_<LANG>_COMPILER_LAUNCHER) with the compiler's command line. Jobs
-reserve what their file is known or said to need; a job starts when that fits beside what the others may still grow to,
-or when no other runs.
+Run by ccache (CCACHE_PREFIX) or by CMake (CMAKE_<LANG>_COMPILER_LAUNCHER) with the compiler's command line. ninja
+starts more of them than there may be compilers: a job starts when what its file is known or said to need fits beside
+what the others may still grow to, or when no other runs, so that small files are compiled beside a large one while
+another large one waits.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ import fcntl
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rigctl.kernel import memory
 
 STATE = "KIMI_RIG_COMPILE_STATE"
-"""Environment variable: directory with needs.json, jobs/ and compiled.jsonl."""
+"""Environment variable: directory with known.json, jobs/, waiting/ and compiled.jsonl."""
 POLL_SECONDS = 0.25
+# Who has waited so long is passed by nobody.
+PATIENCE_SECONDS = 300.0
 DEFAULT_MIB = 3072
 # Left over when jobs are admitted: linker, CMake, and a little error in what is known.
 RESERVE_MIB = 512
@@ -39,48 +44,86 @@ class Running:
     now: int
 
 
-def need_of(source: str, needs: Mapping[str, int]) -> int:
-    """MiB that compiling `source` is known to take: by the longest path in `needs` that it ends with."""
-    known = [name for name in needs if source == name or source.endswith(f"/{name}")]
-    return needs[max(known, key=len)] if known else needs.get("default", DEFAULT_MIB)
+@dataclass(frozen=True)
+class Known:
+    """What a build knows: MiB that files take, stated and measured; MiB that it may take as a whole; compilers."""
+
+    stated: Mapping[str, int] = field(default_factory=dict)
+    measured: Mapping[str, int] = field(default_factory=dict)
+    limit: int = sys.maxsize
+    jobs: int = sys.maxsize
+
+    def beyond(self) -> dict[str, int]:
+        """Files that are known to need more than the build may take -> MiB."""
+        needs = {name: self.need(name) for name in (*self.stated, *self.measured) if name != "default"}
+        return {name: need for name, need in needs.items() if need > self.limit}
+
+    def need(self, source: str) -> int:
+        """MiB that compiling `source` takes: the larger of what is stated and what was measured."""
+        stated, measured = _by_path(self.stated, source), _by_path(self.measured, source)
+        if measured is None:
+            return stated or self.stated.get("default", DEFAULT_MIB)
+        return max(measured, stated or 0)
 
 
-def fits(need: int, running: Sequence[Running], available: int) -> bool:
+def _by_path(values: Mapping[str, int], source: str) -> int | None:
+    """The value of the longest path that `source` ends with."""
+    found = [name for name in values if source == name or source.endswith(f"/{name}")]
+    return values[max(found, key=len)] if found else None
+
+
+def fits(need: int, running: Sequence[Running], available: int, jobs: int) -> bool:
     """Whether a job of `need` MiB may start beside those running. Pure."""
     growth = sum(max(0, each.need - each.now) for each in running)
-    return not running or available - growth - RESERVE_MIB >= need
+    return not running or (len(running) < jobs and available - growth - RESERVE_MIB >= need)
+
+
+def _gone(path: Path) -> bool:
+    """Whether the process that a file is named after has ended; a killed one leaves its file, which goes now."""
+    try:
+        os.kill(int(path.name), 0)
+    except ProcessLookupError:
+        path.unlink(missing_ok=True)
+        return True
+    return False
 
 
 class State:
     """The directory in which the jobs of one build know of each other."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.jobs, self.log = root, root / "jobs", root / "compiled.jsonl"
-        self.jobs.mkdir(parents=True, exist_ok=True)
+        self.root, self.log = root, root / "compiled.jsonl"
+        self.jobs, self.waiting = root / "jobs", root / "waiting"
+        self.failed = root / "failed"
+        """There once a file did not compile: nothing more is started."""
+        for each in (self.jobs, self.waiting):
+            each.mkdir(parents=True, exist_ok=True)
 
-    def needs(self) -> dict[str, int]:
-        """Known needs by source; empty where none were written."""
+    def begin(self, known: Known) -> None:
+        """Forget the jobs of an earlier run."""
+        shutil.rmtree(self.jobs)
+        shutil.rmtree(self.waiting)
+        self.failed.unlink(missing_ok=True)
+        self.jobs.mkdir()
+        self.waiting.mkdir()
+        (self.root / "known.json").write_text(json.dumps(asdict(known)))
+
+    def known(self) -> Known:
+        """What the build knows; nothing where it wrote nothing."""
         try:
-            found: dict[str, int] = json.loads((self.root / "needs.json").read_text())
+            return Known(**json.loads((self.root / "known.json").read_text()))
         except (OSError, ValueError):
-            return {}
-        return found
+            return Known()
 
     def running(self) -> list[Running]:
-        """The jobs at work, measured now: what one of a compiler's programs gives back, the next one takes.
-
-        A job that was killed leaves a file of a process that is gone.
-        """
+        """The jobs at work, measured now: what one of a compiler's programs gives back, the next one takes."""
         found = []
         for path in self.jobs.iterdir():
             try:
                 need, compiler = map(int, path.read_text().split())
-                os.kill(int(path.name), 0)
-            except ProcessLookupError:
-                path.unlink(missing_ok=True)
             except (OSError, ValueError):
                 continue
-            else:
+            if not _gone(path):
                 found.append(Running(need, memory.of_tree(compiler) if compiler else 0))
         return found
 
@@ -92,21 +135,39 @@ class State:
         scratch.replace(path)
 
     @contextlib.contextmanager
-    def admitted(self, need: int) -> Iterator[None]:
-        """Wait until the job fits. One waits at a time, so that a large one is not passed by small ones for ever."""
-        with (self.root / "gate").open("w") as gate:
-            fcntl.flock(gate, fcntl.LOCK_EX)
-            while True:
-                # First what is left, then who holds what: what a program frees in between counts for neither.
-                available = memory.available()
-                if fits(need, self.running(), available):
-                    break
-                time.sleep(POLL_SECONDS)
-            self.note(need, 0)
+    def admitted(self, need: int, jobs: int) -> Iterator[None]:
+        """Wait until the job fits and none that has waited for long is before it."""
+        mine = self.waiting / str(os.getpid())
+        mine.write_text(str(need))
+        while not self._admit(need, jobs, mine):
+            time.sleep(POLL_SECONDS)
+        mine.unlink()
         try:
             yield
         finally:
-            (self.jobs / str(os.getpid())).unlink(missing_ok=True)
+            (self.jobs / mine.name).unlink(missing_ok=True)
+
+    def _admit(self, need: int, jobs: int, mine: Path) -> bool:
+        with (self.root / "gate").open("w") as gate:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            # First what is left, then who holds what: what a program frees in between counts for neither.
+            available, running = memory.available(), self.running()
+            if not fits(need, running, available, jobs):
+                return False
+            for earlier, since in self._before(mine):
+                if since < time.time() - PATIENCE_SECONDS or fits(earlier, running, available, jobs):
+                    return False
+            self.note(need, 0)
+            return True
+
+    def _before(self, mine: Path) -> Iterator[tuple[int, float]]:
+        """Those that wait for longer: what each needs, and since when it waits."""
+        since = mine.stat().st_mtime_ns
+        for path in self.waiting.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # just admitted
+                status, need = path.stat(), path.read_text()
+                if status.st_mtime_ns < since and not _gone(path):
+                    yield int(need or 0), status.st_mtime
 
 
 def main(argv: Sequence[str]) -> int:
@@ -115,32 +176,50 @@ def main(argv: Sequence[str]) -> int:
     source = next((word for word in argv if word.endswith(SOURCES)), None)
     if state_path is None or source is None or ("-c" not in argv and "--compile" not in argv):
         os.execvp(argv[0], list(argv))  # noqa: S606  # not a compilation
-    state = State(Path(state_path))
+    state, source = State(Path(state_path)), os.path.abspath(source)  # noqa: PTH100  # links in it stay
     with contextlib.suppress(OSError):
-        # The kernel takes a compiler first: the build lives on and is told what happened.
+        # The kernel takes a compiler first: the build lives on and reports what happened.
         Path("/proc/self/oom_score_adj").write_text("600")
-    need = need_of(source, state.needs())
+    known = state.known()
+    need = known.need(source)
+    entry: dict[str, Any] = {"source": source}
+    if "-o" in argv:
+        entry["object"] = os.path.abspath(argv[argv.index("-o") + 1])  # noqa: PTH100  # the same
+    if need > known.limit:
+        print(f"{source} needs {need} MiB, the build may take {known.limit}: not compiled", file=sys.stderr)
+        return _ended(state, {**entry, "code": 1, "too_large": need})
     begun = time.time()
-    with state.admitted(need):
-        started = time.time()
-        code, peak, said = _run(argv, state, need)
+    with state.admitted(need, known.jobs):
+        if state.failed.exists():
+            return 1
+        started, killed_before = time.time(), memory.killed()
+        code, peak, said, alone = _run(argv, state, need)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    entry = {
-        "source": source,
-        "seconds": round(time.time() - started, 2),
-        "waited": round(started - begun, 2),
-        "cpu": round(usage.ru_utime + usage.ru_stime, 2),
-        "peak": max(peak, usage.ru_maxrss // 1024),
-        "code": code,
-        "killed": code != 0 and (code in (137, -9) or "signal 9" in said or "Killed" in said),
-    }
+    peak = max(peak, usage.ru_maxrss // 1024)
+    killed = code != 0 and (code in (137, -9) or "signal 9" in said or "Killed" in said)
+    if killed:
+        # It wants more than it held; more than the whole build may take, when the limit ended it and it ran alone.
+        beyond = known.limit + 1 if alone and memory.killed() > killed_before else 0
+        entry["need"] = max(need, peak * 3 // 2, beyond)
+    elif code == 0:
+        entry["need"] = max(peak, 1)
+    entry["seconds"], entry["waited"] = round(time.time() - started, 2), round(started - begun, 2)
+    entry["cpu"] = round(usage.ru_utime + usage.ru_stime, 2)
+    return _ended(state, {**entry, "peak": peak, "code": code, "killed": killed, "alone": alone})
+
+
+def _ended(state: State, entry: dict[str, Any]) -> int:
+    """Note how a file ended; the exit code for it."""
+    code: int = entry["code"]
+    if code and not entry.get("killed") and not entry.get("too_large"):
+        state.failed.touch()
     with state.log.open("a") as log:
         log.write(json.dumps(entry) + "\n")
     return 128 - code if code < 0 else code
 
 
-def _run(argv: Sequence[str], state: State, need: int) -> tuple[int, int, str]:
-    """Exit code, peak in MiB, and what it said on standard error (passed on)."""
+def _run(argv: Sequence[str], state: State, need: int) -> tuple[int, int, str, bool]:
+    """Exit code, peak in MiB, what it said on standard error (passed on), and whether no other compiler ran beside."""
     compiler = subprocess.Popen(argv, stderr=subprocess.PIPE)
     state.note(need, compiler.pid)
     said: list[bytes] = []
@@ -153,15 +232,16 @@ def _run(argv: Sequence[str], state: State, need: int) -> tuple[int, int, str]:
 
     reader = threading.Thread(target=pass_on, daemon=True)
     reader.start()
-    peak = 0
+    peak, alone = 0, True
     while True:
         try:
             compiler.wait(POLL_SECONDS)
             break
         except subprocess.TimeoutExpired:
             peak = max(peak, memory.of_tree(compiler.pid))
+            alone = alone and len(list(state.jobs.iterdir())) == 1
     reader.join()
-    return compiler.returncode, peak, b"".join(said[-50:]).decode(errors="replace")
+    return compiler.returncode, peak, b"".join(said[-50:]).decode(errors="replace"), alone
 
 
 if __name__ == "__main__":

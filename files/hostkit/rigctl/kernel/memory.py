@@ -21,6 +21,15 @@ def available(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     return min([host, *(limit - used for limit, used in limits(proc, cgroups))])
 
 
+def budget(limit: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """What a build may take as a whole. limit: as systemd's MemoryMax= has it, "85%" of the host's, "12G" or "900M"."""
+    lines = (proc / "meminfo").read_text().splitlines()
+    host = next(int(line.split()[1]) // 1024 for line in lines if line.startswith("MemTotal:"))
+    number, unit = int(limit[:-1]), limit[-1]
+    stated = host * number // 100 if unit == "%" else number * {"M": 1, "G": 1024}[unit]
+    return min([host, stated, *(each for each, _ in limits(proc, cgroups))])
+
+
 def limits(proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[tuple[int, int]]:
     """Limit and use, without page cache, of each control group above us that has a limit; v1 and v2."""
     for group, limit, usage, cache in _groups(proc, cgroups):

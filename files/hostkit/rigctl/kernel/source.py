@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rigctl.contract.kernel_job import GitSource, KernelJob, SourceDirectory
@@ -71,13 +71,18 @@ def _read(memo: Path | None) -> dict[str, str]:
     return found
 
 
-def copy(origin: Path, target: Path) -> None:
-    """A copy with times, links and modes, without what version control keeps; made whole or not at all."""
+def copy(origin: Path, target: Path, nested: Mapping[str, Path] | None = None) -> None:
+    """A copy with times, links and modes, without what version control keeps; made whole or not at all.
+
+    nested: further trees, by their place in it.
+    """
     scratch = target.with_name(f".{target.name}.half")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.parent.mkdir(parents=True, exist_ok=True)
     try:
-        shutil.copytree(origin, scratch, symlinks=True, ignore=shutil.ignore_patterns(*IGNORED))
+        for place, tree in {".": origin, **(nested or {})}.items():
+            ignore = shutil.ignore_patterns(*IGNORED)
+            shutil.copytree(tree, scratch / place, symlinks=True, ignore=ignore, dirs_exist_ok=True)
     except (OSError, shutil.Error) as error:
         shutil.rmtree(scratch, ignore_errors=True)
         why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
@@ -90,13 +95,7 @@ def identity(job: KernelJob, memos: Path) -> str:
     source = _source(job)
     if isinstance(source, GitSource):
         return f"git:{source.commit}"
-    path = source.path
-    if not (path / job.subdirectory / "pyproject.toml").is_file():
-        raise RigctlError(
-            f"{path / job.subdirectory}: no pyproject.toml there: put the source of {job.package} at {path}, or "
-            "correct the kernel's source and subdirectory"
-        )
-    return f"tree:{tree_digest(path, memos / 'source.json')}"
+    return f"tree:{tree_digest(source.path, memos / 'source.json')}"
 
 
 def take(job: KernelJob, target: Path, wanted: str) -> None:
@@ -105,7 +104,7 @@ def take(job: KernelJob, target: Path, wanted: str) -> None:
         return
     source = _source(job)
     if isinstance(source, GitSource):
-        _checkout(source, target)
+        checkout(source, target)
         return
     copy(source.path, target)
     if (found := f"tree:{tree_digest(target)}") != wanted:
@@ -113,14 +112,6 @@ def take(job: KernelJob, target: Path, wanted: str) -> None:
         raise RigctlError(
             f"{source.path} was edited while it was copied ({found[:17]} is not {wanted[:17]}); deploy again"
         )
-
-
-def edited_since(job: KernelJob, identity_then: str, memos: Path) -> Path | None:
-    """The operator's tree, when it is another than the one that was built."""
-    source = _source(job)
-    if isinstance(source, GitSource) or identity(job, memos) == identity_then:
-        return None
-    return source.path
 
 
 def _source(job: KernelJob) -> GitSource | SourceDirectory:
@@ -132,7 +123,7 @@ def _source(job: KernelJob) -> GitSource | SourceDirectory:
 # git: a server gives a commit by its sha to a shallow fetch; a bundle or an old server gives whole references only.
 
 
-def _checkout(source: GitSource, target: Path) -> None:
+def checkout(source: GitSource, target: Path) -> None:
     scratch = target.with_name(f".{target.name}.half")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)

@@ -71,7 +71,7 @@ def fetch(job: KernelJob, digest: str) -> Stored | None:
     if job.kernel_store is None:
         return None
     into = job.root / "fetched" / job.package / digest
-    shutil.rmtree(into, ignore_errors=True)
+    shutil.rmtree(into.parent, ignore_errors=True)  # what an earlier one has left
     into.mkdir(parents=True)
     if _rsync(f"{job.kernel_store}/{job.package}/{digest}/", f"{into}/") is not None:
         return None

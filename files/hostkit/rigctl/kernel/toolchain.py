@@ -67,9 +67,7 @@ def _origins(job: KernelJob) -> Iterator[Path]:
     home = job.toolchain.cuda_home
     if home is not None:
         if not (home / "bin" / "nvcc").exists():
-            raise RigctlError(
-                f"{home}/bin/nvcc: not there; install the CUDA toolkit, or correct the kernel's toolchain.cuda_home"
-            )
+            raise RigctlError(f"{home}/bin/nvcc: not there; install the CUDA toolkit")
         yield home
     # Wheels of CUDA 13 share one directory, those of CUDA 12 have one each.
     for site in (tools, engine):
@@ -226,9 +224,11 @@ def build_environment(chain: Toolchain, job: KernelJob, jobs: int, more: Mapping
         "LIBRARY_PATH": f"{chain.cuda}/lib64:{chain.cuda}/lib64/stubs",
         "CUDAToolkit_ROOT": str(chain.cuda),
         "CMAKE_GENERATOR": "Ninja",
+        # scikit-build-core names the tools' packages only: torch and the other libraries are the engine's.
+        "CMAKE_PREFIX_PATH": ":".join(filter(None, (job.environment.get("CMAKE_PREFIX_PATH"), str(chain.engine_site)))),
         "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs),
         "MAX_JOBS": str(jobs),
         "NINJA_STATUS": "[%f/%t] ",
         **more,
-        **job.environment,
+        **{name: value for name, value in job.environment.items() if name != "CMAKE_PREFIX_PATH"},
     }
