@@ -115,7 +115,7 @@ test-upgrade: supported .venv/ready ## the previous version serves, this one dep
 test-engines: .venv/ready ## the real CUDA wheels, patched and asked, without a GPU (25 GB, half an hour)
 	@$(BIN)/python -m pytest -q tests/engines
 
-test-kernel: .venv/ready ## kernel wheels with the real nvcc, every fault, then in a box (g++, ccache, git; 20 minutes)
+test-kernel: .venv/ready ## kernel wheels with the real nvcc, every fault, then in a box (g++, ccache, git, libnuma-dev; 40 minutes)
 	@$(BIN)/python -m pytest -q tests/kernel
 
 test-bench: .venv/ready ## the report in a real Chromium (apt-get install chromium)

@@ -2,8 +2,8 @@
 
 python3 tests/gpu/kernel.py OUT WHEELS [--work DIRECTORY]
 
-OUT: a folder for the receipt and a report. WHEELS: a directory with the wheels of files/locks/kernel-tools-*.txt and of
-uv; no index is asked. The toolkit is the machine's own (nvcc by PATH), torch that of this Python, which is not changed.
+OUT: a folder for the receipt and a report. WHEELS: a directory with the wheels of files/locks/kernel-tools-*.txt, of uv,
+pydantic and psutil; no index is asked. The toolkit is the machine's own (nvcc by PATH), torch that of this Python, which is not changed.
 Needs root or not, Python 3.11 or 3.12 in /usr/bin, g++. Exit code 0: every step did as it should.
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTKIT = ROOT / "files/hostkit"
+TREES = ROOT / "tests/kernel"
 TORCH = {"torch", "triton", "numpy", "filelock", "typing-extensions", "jinja2", "markupsafe", "networkx", "sympy"}
 TORCH |= {"mpmath", "fsspec", "setuptools", "cuda-bindings", "cuda-pathfinder", "cuda-toolkit"}
 DROPPED = {"9.0": "common_ops_sm100_build"}
@@ -48,6 +49,8 @@ results = {
     "scale": (rig_kernel.scale(one, 1.5), one * 1.5 + 3),
     "relu": (rig_kernel.relu(one), torch.relu(one)),
     "heavy": (rig_kernel.heavy(one), one + 7),
+    "huge": (rig_kernel.huge(one), one + 9),
+    "shift": (rig_kernel.shift(one), one),
     "row_sum": (rig_kernel.row_sum(one), one.sum(1)),
 }
 report = {"card": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability(),
@@ -73,7 +76,7 @@ def run(command: list[str], **environment: str) -> str:
 
 
 def hostkit(work: Path, wheels: Path, version: str) -> Path:
-    """An environment for rigctl, with uv and nothing else."""
+    """An environment for rigctl: uv, and the packages that orders and children of a build need."""
     python = f"/usr/bin/python{version}"
     run([python, "-m", "venv", "--clear", "--without-pip", str(work / "hostkit")])
     [uv] = wheels.glob("uv-*.whl")
@@ -82,7 +85,10 @@ def hostkit(work: Path, wheels: Path, version: str) -> Path:
     binary = next(site.glob("uv-*.data/scripts/uv"))
     shutil.copy2(binary, work / "hostkit" / "bin" / "uv")
     (work / "hostkit" / "bin" / "uv").chmod(0o755)
-    return work / "hostkit" / "bin" / "python"
+    made = work / "hostkit" / "bin" / "python"
+    options = ["--quiet", "--offline", "--no-index", f"--find-links={wheels}", f"--python={made}"]
+    run([str(work / "hostkit" / "bin" / "uv"), "pip", "install", *options, "pydantic", "psutil"])
+    return made
 
 
 def engine(work: Path, version: str, uv: Path) -> tuple[Path, Path]:
@@ -127,7 +133,7 @@ def main() -> int:
     python = hostkit(work, wheels, version)
     environment, lock = engine(work, version, python.parent / "uv")
     print(f"environments after {time.monotonic() - begun:.0f} s", flush=True)
-    shutil.copytree(ROOT / "tests/kernel/standin", work / "source", dirs_exist_ok=True)
+    shutil.copytree(TREES / "standin", work / "source", dirs_exist_ok=True)
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         raise SystemExit("nvcc is not on PATH")
@@ -150,8 +156,14 @@ def main() -> int:
         "source": {"kind": "directory", "path": str(work / "source")},
         "subdirectory": "kernels",
         "drop_targets": [DROPPED.get(capability, "common_ops_sm90_build"), "flash_ops"],
-        "dependencies": {"repo-mathlib": {"path": str(ROOT / "tests/kernel/mathlib"), "private": True}},
-        "defines": {"FETCHCONTENT_FULLY_DISCONNECTED": "ON"},
+        "dependencies": {
+            "repo-mathlib": {"path": str(TREES / "mathlib"), "private": True},
+            "repo-shapes": {"path": str(TREES / "shapes"), "nested": {"ext/table": str(TREES / "table")}},
+            "repo-inner": {"path": str(TREES / "inner")},
+        },
+        "unused_dependencies": ["repo-extra"],
+        # Packages of the distribution cannot be installed there.
+        "defines": {"FETCHCONTENT_FULLY_DISCONNECTED": "ON", "RIG_KERNEL_NUMA": "OFF"},
         "minimum_disk_mib": 1024,
     }
     file = work / "rig-kernel.json"

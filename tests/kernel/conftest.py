@@ -22,6 +22,7 @@ from rig.catalog.entries import ROOT
 from rigctl.contract.kernel_job import KernelJob
 from rigctl.engines.drift import read_lock
 from rigctl.kernel import build, toolchain
+from rigctl.kernel.requirements import installed
 from tests.support import box
 from tests.unit.wheelhouse import lock_text, wheel
 
@@ -29,6 +30,7 @@ HERE = Path(__file__).parent
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 UV = str(Path(sys.executable).parent / "uv")
 VERSION = "1.2.3"
+TREES = ("mathlib", "shapes", "table", "inner")
 OTHERS = ["common_ops_sm90_build", "flash_ops"]
 
 
@@ -47,6 +49,7 @@ class Parts:
 @pytest.fixture(scope="session")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
     missing = [name for name in ("g++", "ccache", "git") if shutil.which(name) is None]
+    missing += [] if installed(["libnuma-dev"]) else ["libnuma-dev"]
     assert not missing, f"apt-get install {' '.join(missing)}"
     kept = os.environ.get("KIMI_RIG_KERNEL_DIR")
     root = Path(kept) if kept else tmp_path_factory.mktemp("kernel")
@@ -77,6 +80,15 @@ def run(command: list[str], **environment: str) -> str:
     return done.stdout
 
 
+def dependencies(root: Path) -> dict[str, Any]:
+    """All that the package would fetch, below `root`."""
+    return {
+        "repo-mathlib": {"path": str(root / "mathlib"), "private": True},
+        "repo-shapes": {"path": str(root / "shapes"), "nested": {"ext/table": str(root / "table")}},
+        "repo-inner": {"path": str(root / "inner")},
+    }
+
+
 @dataclass
 class Bench:
     """One host: a source of its own, a store, and the stock wheel in the engine's environment."""
@@ -104,11 +116,13 @@ class Bench:
             "subdirectory": "kernels",
             "architectures": ["12.0"],
             "drop_targets": OTHERS,
-            "dependencies": {"repo-mathlib": {"path": str(self.root / "mathlib"), "private": True}},
+            "dependencies": dependencies(self.root),
+            "unused_dependencies": ["repo-extra"],
+            "system_packages": ["libnuma-dev"],
             "defines": {"FETCHCONTENT_FULLY_DISCONNECTED": "ON"},
-            # The file that needs much memory needs little but where a test is about that.
-            "environment": {"CUDAFLAGS": "-DHEAVY_SIDE=50"},
-            "memory_mib": {"heavy.cu": 1600, "default": 400},
+            # The files that need much memory need little but where a test is about that.
+            "environment": {"CUDAFLAGS": "-DHEAVY_PERCENT=10"},
+            "memory_mib": {"default": 400},
             "minimum_disk_mib": 1,
             **self.changes,
         }
@@ -124,12 +138,12 @@ class Bench:
     def spec(self) -> KernelJob:
         return KernelJob.parse(self.content(), "test")
 
-    def start(self, action: str = "ensure", **environment: str) -> subprocess.Popen[str]:
+    def start(self, action: str = "ensure", *options: str, **environment: str) -> subprocess.Popen[str]:
         """`rigctl kernel ACTION`; both streams in one."""
         file = self.root / "rig-kernel.json"
         file.write_text(json.dumps(self.content()))
         return subprocess.Popen(
-            [sys.executable, "-m", "rigctl", "kernel", action, str(file), *(["--json"] if action == "status" else [])],
+            [sys.executable, "-m", "rigctl", "kernel", action, str(file), *options],
             env={**os.environ, "PYTHONPATH": str(ROOT / "files/hostkit"), "PYTHONUNBUFFERED": "1", **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -144,7 +158,7 @@ class Bench:
         return said
 
     def state(self) -> dict[str, Any]:
-        process = self.start("status")
+        process = self.start("status", "--json")
         said, _ = process.communicate(timeout=60)
         found: dict[str, Any] = json.loads(said)
         assert process.returncode == (0 if found["state"] in ("installed", "wheel") else 1)
@@ -180,7 +194,8 @@ class Bench:
 def bench(parts: Parts, tmp_path: Path) -> Iterator[Bench]:
     made = Bench(parts, tmp_path)
     shutil.copytree(HERE / "standin", made.source)
-    shutil.copytree(HERE / "mathlib", tmp_path / "mathlib")
+    for name in TREES:
+        shutil.copytree(HERE / name, tmp_path / name)
     (parts.root / "ccache").mkdir(exist_ok=True)
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "ccache").symlink_to(parts.root / "ccache")

@@ -16,7 +16,7 @@ import pytest
 
 from rig.catalog.entries import ROOT
 from rigctl.contract import layout
-from tests.kernel.conftest import HERE, OTHERS
+from tests.kernel.conftest import HERE, OTHERS, TREES, dependencies
 from tests.sandbox.conftest import DeployBox, removed
 from tests.support.box import OVERLAY, RELEASE, overlay_with
 from tests.support.leftovers import Watcher
@@ -41,9 +41,11 @@ class KernelBox(DeployBox):
             "subdirectory": "kernels",
             "architectures": ["12.0"],
             "defines": {"FETCHCONTENT_FULLY_DISCONNECTED": "ON"},
-            "environment": {"CUDAFLAGS": "-DHEAVY_SIDE=50"},
+            "environment": {"CUDAFLAGS": "-DHEAVY_PERCENT=10"},
             "drop_targets": OTHERS,
-            "dependencies": {"repo-mathlib": {"path": "/srv/mathlib", "private": True}},
+            "dependencies": dependencies(Path("/srv")),
+            "unused_dependencies": ["repo-extra"],
+            "system_packages": ["libnuma-dev"],
             "jobs": 1,
             "minimum_disk_mib": 512,
         }
@@ -70,7 +72,7 @@ def box(tmp_path_factory: pytest.TempPathFactory, watcher: Watcher) -> Iterator[
     with removed(made, watcher):
         up = made.run("rig.sandbox", "up")
         assert up.returncode == 0, up.stdout + up.stderr
-        for name in ("standin", "mathlib"):
+        for name in ("standin", *TREES):
             shutil.copytree(HERE / name, made.box.root / "srv" / name, dirs_exist_ok=True)
         made.describe()
         yield made
@@ -81,7 +83,7 @@ def test_a_build_that_was_killed_is_finished_by_the_next_deploy(box: KernelBox) 
     command = [sys.executable, "-m", "rig.cli.converge", "deploy", box.inventory]
     first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     end = time.monotonic() + 900
-    script = f"journalctl -q -o cat -u '{JOB}' | grep -q '^\\[3/6\\]' && sleep 0.5"
+    script = f"journalctl -q -o cat -u '{JOB}' | grep -q '^\\[3/8\\]' && sleep 0.5"
     script += f" && systemctl kill -s KILL '{JOB}' && echo killed"
     while "killed" not in box.ssh(script, check=False).stdout:
         assert first.poll() is None and time.monotonic() < end, (
@@ -95,10 +97,11 @@ def test_a_build_that_was_killed_is_finished_by_the_next_deploy(box: KernelBox) 
     assert second.returncode == 0, second.stdout + second.stderr
     receipt = box.receipt()
     # A third file is looked at, since configuration writes a header of it anew, and comes from ccache.
-    assert receipt["objects_before"] >= 3 and receipt["compiled"] == 2 and receipt["steps"] == 4
-    assert receipt["cubins"] == {"rig_kernel/sm100/common_ops.so": {"sm_120a": 4}}
+    assert receipt["objects_before"] >= 3 and receipt["compiled"] == 4 and receipt["steps"] == 6
+    assert receipt["cubins"] == {"rig_kernel/sm100/common_ops.so": {"sm_120a": 6}}
+    assert receipt["system_packages"].keys() == {"libnuma-dev"}
     properties = box.ssh(f"journalctl -q -o cat -u '{JOB}'").stdout
-    assert "[4/4]" in properties and box.state()["state"] == "installed"
+    assert "[6/6]" in properties and box.state()["state"] == "installed"
 
 
 def test_nothing_to_do_is_one_fact(box: KernelBox) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from pyinfra.api.connect import connect_all, disconnect_all
 from pyinfra.api.operation import add_op
@@ -29,8 +32,8 @@ from rigctl import cli
 from rigctl.contract import layout
 from rigctl.contract.kernel_job import KernelJob
 from rigctl.errors import RigctlError
-from rigctl.kernel import build, commands, cubins, install, memory, source, store, toolchain
-from rigctl.kernel.compile_job import Known, Running, State, fits
+from rigctl.kernel import build, commands, cubins, install, memory, requirements, source, store, toolchain
+from rigctl.kernel.compile_job import DEFAULT_MIB, Known, Running, State, fits
 from tests.support.plans import data
 from tests.unit.test_operations import local_state
 from tests.unit.wheelhouse import wheel as make_wheel
@@ -100,6 +103,10 @@ def test_compilers_are_installed_where_a_release_has_a_kernel(plan: HostPlan) ->
     assert kernel_packages(releases["vllm-0.33.0"]) == []
     assert kernel_packages(releases["sglang-0.5.23"]) == ["g++"]
     assert {"g++", "ccache", "git"} <= set(plan.packages)
+    release = releases["sglang-0.5.9"]
+    assert release.kernel is not None
+    kernel = release.kernel.model_copy(update={"system_packages": ["libnuma-dev"]})
+    assert "libnuma-dev" in kernel_packages(release.model_copy(update={"kernel": kernel}))
 
 
 def test_a_specification_changes_with_the_data(plan: HostPlan) -> None:
@@ -265,6 +272,14 @@ def test_needs_are_found_by_the_longest_path() -> None:
     assert [Known(needs).need(f"/src/{name}") for name in files] == [1, 2, 3, 1]
 
 
+def test_the_larger_of_what_is_stated_and_measured_counts() -> None:
+    known = Known({"default": 100, "gemm/fp8.cu": 2000, "moe.cu": 500}, {"fp8.cu": 9000, "moe.cu": 40, "x.cu": 7})
+    files = {"gemm/fp8.cu": 9000, "moe.cu": 500, "x.cu": 7, "unknown.cu": 100}
+    assert {name: known.need(f"/src/{name}") for name in files} == files
+    assert Known({}, {}).need("x.cu") == DEFAULT_MIB
+    assert Known({"a.cu": 12}, {"b.cu": 11, "c.cu": 3}, limit=10).beyond() == {"a.cu": 12, "b.cu": 11}
+
+
 def test_jobs_follow_memory_and_cores(tmp_path: Path) -> None:
     wanted = spec(tmp_path)
     assert build.jobs_for(wanted, 64, 200_000, serving=False) == 64
@@ -278,7 +293,7 @@ def test_jobs_follow_memory_and_cores(tmp_path: Path) -> None:
 def test_memory_that_is_left_is_that_of_the_narrowest_group(tmp_path: Path, version: str) -> None:
     proc, groups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   8388608 kB\n")
+    (proc / "meminfo").write_text("MemTotal: 12582912 kB\nMemAvailable:   8388608 kB\n")
     if version == "v2":
         (proc / "self" / "cgroup").write_text("0::/system.slice/job.service\n")
         group = groups / "system.slice" / "job.service"
@@ -299,6 +314,8 @@ def test_memory_that_is_left_is_that_of_the_narrowest_group(tmp_path: Path, vers
         (group / name).write_text(text)
     assert memory.available(proc, groups) == 2048
     assert memory.killed(proc, groups) == 2
+    assert memory.budget("50%", proc, groups) == 4096
+    assert memory.budget("25%", proc, groups) == 3072 and memory.budget("1G", proc, groups) == 1024
     (group / next(iter(names))).write_text("max" if version == "v2" else str(1 << 62))
     assert memory.available(proc, groups) == 8192
 
@@ -329,6 +346,105 @@ def test_the_launcher_knows_a_killed_compiler(tmp_path: Path) -> None:
     assert launch(state.root, "sh", "-c", "kill -9 $$", "x.cu").returncode == 137
     assert launch(state.root, "sh", "-c", "echo \"'cicc' died due to signal 9\" >&2; exit 9", "y.cu").returncode == 9
     assert [json.loads(line)["killed"] for line in state.log.read_text().splitlines()] == [True, True]
+
+
+def ended(state: State) -> list[dict[str, Any]]:
+    """What the launcher noted of each file."""
+    return [json.loads(line) for line in state.log.read_text().splitlines()]
+
+
+def test_a_kill_raises_what_a_file_is_known_to_need(tmp_path: Path) -> None:
+    """Killed early it held little, which says nothing: neither the default nor what was stated falls."""
+    state = State(tmp_path / "state")
+    state.begin(Known({"y.cu": 5000}))
+    for name in ("x.cu", "y.cu"):
+        launch(state.root, "sh", "-c", "kill -9 $$", name)
+    assert [each["need"] for each in ended(state)] == [DEFAULT_MIB, 5000]
+    assert not state.failed.exists(), "the others are compiled"
+
+
+def test_a_file_that_does_not_compile_or_was_stopped_teaches_nothing(tmp_path: Path) -> None:
+    state = State(tmp_path / "state")
+    state.begin(Known())
+    launch(state.root, "sh", "-c", "exit 1", "x.cu")
+    launch(state.root, "sh", "-c", "exit 0", "y.cu")
+    [failed] = ended(state)
+    assert "need" not in failed and state.failed.exists(), "y.cu was not started after it"
+
+
+def test_a_file_above_the_limit_is_not_started(tmp_path: Path) -> None:
+    state = State(tmp_path / "state")
+    state.begin(Known({"x.cu": 5000}, limit=4000))
+    done = launch(state.root, "sh", "-c", f"touch {tmp_path}/started", "x.cu")
+    assert done.returncode == 1 and "x.cu needs 5000 MiB, the build may take 4000: not compiled" in done.stderr
+    assert not (tmp_path / "started").exists() and not state.failed.exists()
+    assert [each["too_large"] for each in ended(state)] == [5000]
+
+
+def test_a_small_file_is_compiled_beside_a_large_one_while_another_large_one_waits(tmp_path: Path) -> None:
+    state = State(tmp_path / "state")
+    state.begin(Known({"large.cu": 100, "second.cu": 10**8, "small.cu": 1}, jobs=2))
+    environment = {**os.environ, "KIMI_RIG_COMPILE_STATE": str(state.root), "PYTHONPATH": "files/hostkit"}
+
+    def start(name: str, script: str) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "rigctl.kernel.compile_job", "sh", "-c", script, name]
+        return subprocess.Popen(argv, env=environment, stdin=subprocess.PIPE)
+
+    def until_there(path: Path) -> None:
+        end = time.monotonic() + 30
+        while not path.exists() or not any(path.iterdir()):
+            assert time.monotonic() < end, path
+            time.sleep(0.05)
+
+    large = start("large.cu", "read line")
+    until_there(state.jobs)
+    second = start("second.cu", "true")
+    until_there(state.waiting)
+    try:
+        assert start("small.cu", "true").wait(timeout=30) == 0, "it waits behind one that does not fit"
+        assert second.poll() is None
+    finally:
+        large.communicate(b"\n", timeout=30)
+        assert second.wait(timeout=30) == 0
+    assert [Path(each["source"]).name for each in ended(state)] == ["small.cu", "large.cu", "second.cu"]
+
+
+def test_who_has_waited_for_long_is_passed_by_nobody(tmp_path: Path) -> None:
+    state = State(tmp_path / "state")
+    patient, mine = state.waiting / str(os.getppid()), state.waiting / str(os.getpid())
+    patient.write_text(str(10**8))
+    mine.write_text("1")
+    state.note(1, 0)
+    (state.jobs / str(os.getpid())).rename(state.jobs / "1")  # another one at work
+    os.utime(patient, (1, time.time() - 10))
+    assert state._admit(1, 4, mine)
+    (state.jobs / str(os.getpid())).unlink()
+    os.utime(patient, (1, 1))
+    assert not state._admit(1, 4, mine)
+
+
+ENDED = """
+import subprocess, sys, time
+from rigctl.kernel.children import end_with_us
+with end_with_us():
+    # A child that ends and leaves one behind, which does not end when asked to.
+    subprocess.run(["sh", "-c", "trap '' TERM; (trap '' TERM; exec sleep 321) & exit 0"])
+    print("up", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_every_descendant(number: signal.Signals) -> None:
+    environment = {**os.environ, "PYTHONPATH": "files/hostkit"}
+    code = "import rigctl.kernel.children as c; c.GRACE_SECONDS = 0.5" + ENDED
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        [left] = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 128 + number and said == f"ended by {number.name}; what is built so far stays\n"
+    assert not left.is_running()
 
 
 def test_a_killed_launcher_is_forgotten(tmp_path: Path) -> None:
@@ -434,6 +550,40 @@ def test_a_dependency_that_is_not_there(tmp_path: Path) -> None:
     chain = toolchain.Toolchain(tmp_path, tmp_path, tmp_path, {"torch": "2"})
     with pytest.raises(RigctlError, match="cutlass: not there; it is dependency repo-cutlass of rig-kernel"):
         build.gather(spec(tmp_path, subdirectory="sub", dependencies=absent), chain)
+
+
+def test_a_tree_within_a_dependency_is_a_part_of_its_copy_alone(tmp_path: Path) -> None:
+    outer, inner = tree(tmp_path / "outer"), tree(tmp_path / "inner")
+    (outer / "ext" / "inner").mkdir(parents=True)  # as git leaves the place of a submodule
+    source.copy(outer, tmp_path / "copy", {"ext/inner": inner})
+    assert (tmp_path / "copy/ext/inner/a.cu").read_text() == "one" and not any((outer / "ext/inner").iterdir())
+
+
+def test_what_cmake_would_fetch_is_read_from_the_project_and_what_it_enters(tmp_path: Path) -> None:
+    project = "FetchContent_Declare(\n  Repo-One GIT_TAG x)\nfetchcontent_makeavailable(repo-one)\n"
+    project += "# FetchContent_Declare(commented)\nadd_subdirectory(${two_SOURCE_DIR} two)\n"
+    for name, text in {
+        "source/sub/CMakeLists.txt": project,
+        "source/sub/cmake/more.cmake": "FetchContent_Declare(two URL y)\nFetchContent_Declare(three URL y)",
+        "source/beside/CMakeLists.txt": "FetchContent_Declare(beside URL y)",
+        "one/CMakeLists.txt": "FetchContent_Declare(below-one URL z)",
+        "two/CMakeLists.txt": "FetchContent_Declare(below-two URL z)",
+        "three/CMakeLists.txt": "FetchContent_Declare(of-its-tests URL z)",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    paths = {"repo-one": "one", "two": "two", "three": "three"}
+    given = {name: {"path": str(tmp_path / path)} for name, path in paths.items()}
+    job = spec(tmp_path, subdirectory="sub", dependencies=given)
+    found = requirements.fetched(job, tmp_path / "source")
+    assert found == {"below-one": "one/CMakeLists.txt", "below-two": "two/CMakeLists.txt"}
+    assert list(requirements.undeclared(job, tmp_path / "source")) == [], "CMake may fetch it"
+    offline = {"defines": {"FETCHCONTENT_FULLY_DISCONNECTED": "on"}, "unused_dependencies": ["below-two"]}
+    job = spec(tmp_path, subdirectory="sub", dependencies=given, **offline)
+    [missing] = requirements.undeclared(job, tmp_path / "source")
+    assert missing.startswith("below-one is declared in one/CMakeLists.txt and not given")
+    nothing = requirements.fetched(spec(tmp_path, subdirectory="sub"), tmp_path / "source")
+    assert list(nothing) == ["Repo-One", "two", "three"]
 
 
 def git(*arguments: str, at: Path) -> str:

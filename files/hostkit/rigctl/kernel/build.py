@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -184,6 +185,8 @@ class Build:
             if other != self.work:
                 shutil.rmtree(other)
         self._room()
+        shutil.rmtree(self.work / "tmp", ignore_errors=True)
+        (self.work / "tmp").mkdir()
         source.take(self.job, self.source, str(self.inputs.values["source"]))
         if self.job.patches is not None:
             source.apply_patches(self.job.patches, self.source)
@@ -212,7 +215,7 @@ class Build:
         done = subprocess.run(command, env=self._environment(1), capture_output=True, text=True, check=False)
         steps = [found[3] for line in done.stdout.splitlines() if (found := STEP.match(line))]
         if not steps:
-            print("\n".join((done.stdout + done.stderr).splitlines()[-25:]), flush=True)
+            print("\n".join((done.stdout + done.stderr).splitlines()[-25:]), file=sys.stderr)
             raise RigctlError(f"{self.job.package}: it cannot be configured (above)")
         made = {found[1] or found[2] for step in steps if (found := MADE.search(step))}
         ninja: list[str | Path] = [self.chain.tools / "bin" / "ninja", "-C", self.build, "-t", "compdb"]
@@ -303,8 +306,6 @@ class Build:
 
     def _compile(self, jobs: int) -> Outcome:
         shutil.rmtree(self.out, ignore_errors=True)
-        shutil.rmtree(self.work / "tmp", ignore_errors=True)
-        (self.work / "tmp").mkdir()
         before = _lines(self.state.log)
         self._learn(before)  # what a run that was killed has measured
         self.state.begin(known := self.known(jobs))

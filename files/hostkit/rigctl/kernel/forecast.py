@@ -62,8 +62,7 @@ def forecast(job: KernelJob, *, serving: bool, configure: bool) -> Forecast:
     with _tree(job, found) as tree:
         if tree is not None:
             found.missing += requirements.undeclared(job, tree)
-            given = {name.lower() for name in job.dependencies}
-            found.fetched = [name for name in requirements.fetched(job, tree) if name.lower() not in given]
+            found.fetched = list(requirements.fetched(job, tree))
     if not found.missing:
         try:
             _configure(job, found, make=configure)

@@ -80,19 +80,17 @@ def undeclared(job: KernelJob, tree: Path) -> Iterator[str]:
     """Dependencies that the project's CMake files declare and the job does not give, where none may be fetched."""
     if job.defines.get("FETCHCONTENT_FULLY_DISCONNECTED", "").upper() not in TRUE:
         return
-    known = {name.lower() for name in (*job.dependencies, *job.unused_dependencies)}
     for name, place in fetched(job, tree).items():
-        if name.lower() not in known:
-            yield (
-                f"{name} is declared in {place} and not given: name its directory in dependencies, or {name} in "
-                "unused_dependencies if nothing wanted needs it"
-            )
+        yield (
+            f"{name} is declared in {place} and not given: name its directory in dependencies, or {name} in "
+            "unused_dependencies if nothing wanted needs it"
+        )
 
 
 def fetched(job: KernelJob, tree: Path) -> dict[str, str]:
-    """Dependencies that CMake files declare -> where, in the project and in given dependencies that it enters.
+    """Dependencies that CMake would fetch -> where they are declared: in the project, or a dependency that it enters.
 
-    Read as text: one in a branch that is not taken counts too.
+    Read as text: one in a branch that is not taken counts too, unless it is in unused_dependencies.
     """
     given = {name.lower(): dependency.path for name, dependency in job.dependencies.items()}
     found: dict[str, str] = {}
@@ -107,4 +105,5 @@ def fetched(job: KernelJob, tree: Path) -> dict[str, str]:
             entered = [word.lower() for each in ENTERED.finditer(text) for word in (each[1] or each[2]).split()]
             below = [given[name] for name in entered if name in given]
             pending += [(path, path) for path in below if path not in seen]
-    return found
+    known = {name.lower() for name in (*given, *job.unused_dependencies)}
+    return {name: place for name, place in found.items() if name.lower() not in known}

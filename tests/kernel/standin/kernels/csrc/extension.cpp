@@ -4,6 +4,10 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#ifdef RIG_KERNEL_NUMA
+#include <numa.h>  // a header package of the distribution
+#endif
+
 #include "ops.h"
 
 namespace {
@@ -19,15 +23,10 @@ at::Tensor row_sum_op(const at::Tensor& in) {
   return out;
 }
 
-at::Tensor relu_op(const at::Tensor& in) {
+template <void (*kernel)(float*, const float*, int64_t)>
+at::Tensor elementwise(const at::Tensor& in) {
   at::Tensor out = at::empty_like(in);
-  relu(out.data_ptr<float>(), in.const_data_ptr<float>(), in.numel());
-  return out;
-}
-
-at::Tensor heavy_op(const at::Tensor& in) {
-  at::Tensor out = at::empty_like(in);
-  heavy(out.data_ptr<float>(), in.const_data_ptr<float>(), in.numel());
+  kernel(out.data_ptr<float>(), in.const_data_ptr<float>(), in.numel());
   return out;
 }
 }  // namespace
@@ -42,12 +41,16 @@ TORCH_LIBRARY(rig_kernel, library) {
   library.def("scale(Tensor input, float factor) -> Tensor");
   library.def("row_sum(Tensor input) -> Tensor");
   library.def("relu(Tensor input) -> Tensor");
+  library.def("shift(Tensor input) -> Tensor");
+  library.def("huge(Tensor input) -> Tensor");
   library.def("heavy(Tensor input) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(rig_kernel, CUDA, library) {
   library.impl("scale", scale_op);
   library.impl("row_sum", row_sum_op);
-  library.impl("relu", relu_op);
-  library.impl("heavy", heavy_op);
+  library.impl("relu", elementwise<relu>);
+  library.impl("shift", elementwise<shift>);
+  library.impl("heavy", elementwise<heavy>);
+  library.impl("huge", elementwise<huge>);
 }

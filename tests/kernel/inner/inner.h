@@ -1,0 +1,2 @@
+#pragma once
+#define INNER_BIAS 2.0f

@@ -1,0 +1,2 @@
+#pragma once
+#define TABLE_BIAS 2.0f
