@@ -2,7 +2,7 @@
 
 python3 tests/gpu/kernel.py OUT WHEELS [--work DIRECTORY]
 
-OUT: a folder for the receipt and a report. WHEELS: a directory with the wheels of files/locks/kernel-tools-*.txt, and of
+OUT: a folder for the receipt and a report. WHEELS: a directory with the wheels of files/locks/kernel-tools-*.txt and of
 uv, pydantic and psutil; no index is asked. The toolkit is the machine's own (nvcc by PATH), torch that of this Python,
 which is not changed. Needs root or not, Python 3.11 or 3.12 in /usr/bin, g++. Exit code 0: every step did as it should.
 """
