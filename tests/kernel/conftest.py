@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -142,6 +143,8 @@ class Bench:
         """`rigctl kernel ACTION`; both streams in one."""
         file = self.root / "rig-kernel.json"
         file.write_text(json.dumps(self.content()))
+        # A shell's background jobs, and so these tests in one, ignore it, and what they start as well.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         return subprocess.Popen(
             [sys.executable, "-m", "rigctl", "kernel", action, str(file), *options],
             env={**os.environ, "PYTHONPATH": str(ROOT / "files/hostkit"), "PYTHONUNBUFFERED": "1", **environment},

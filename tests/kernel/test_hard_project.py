@@ -50,7 +50,7 @@ def test_a_plan_names_what_is_compiled_before_and_the_build_does_it(bench: Bench
     bench.changes["defines"] = {**bench.content()["defines"], "RIG_KERNEL_THREADS": "1"}
     again = plan(bench)
     assert (again["files"], again["measured"]) == (7, 7), "the last build taught what each file takes"
-    assert again["largest"] == {name: need for name, need in again["largest"].items() if need >= 400}
+    assert again["largest"]["csrc/extension.cpp"] > 400, "the measured need, above the stated one"
 
 
 def test_all_that_is_missing_is_named_at_once_before_anything_is_built(bench: Bench) -> None:
@@ -110,23 +110,9 @@ def test_a_command_that_is_ended_ends_its_build(bench: Bench, number: signal.Sig
     assert len(peaks) >= 2 and all(peak > 10 for peak in peaks.values()), "what it measured is not lost"
 
 
-def test_a_build_holds_its_lock_when_the_command_alone_is_killed(bench: Bench) -> None:
-    bench.changes |= {"jobs": 1, "environment": {**bench.content()["environment"], "CCACHE_DISABLE": "1"}}
-    process = bench.start()
-    until(process, "building with")
-    build = next(each for each in psutil.Process(process.pid).children() if "build" in each.cmdline())
-    process.kill()
-    process.wait()
-    second = bench.start()
-    assert "another build of rig-kernel is at work: waiting for it" in "".join(until(second, "waiting"))
-    for each in (*build.children(recursive=True), build):
-        each.kill()
-    rest, _ = second.communicate(timeout=600)
-    assert second.returncode == 0, rest
-
-
 def test_a_file_that_needs_more_than_the_build_may_take_is_said_first_and_the_others_are_compiled(bench: Bench) -> None:
     bench.changes |= {"memory_mib": {"csrc/huge.cu": 4000, "default": 400}, "memory_limit": "3000M"}
+    bench.changes["environment"] = {**bench.content()["environment"], "CCACHE_DISABLE": "1"}
     assert plan(bench, code=1)["beyond"] == {"csrc/huge.cu": 4000}
     said = bench.rigctl(code=1)
     first, _, after = said.partition("building with")

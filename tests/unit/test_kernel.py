@@ -629,7 +629,7 @@ def test_a_bundle_serves_a_host_without_network(tmp_path: Path, repository: tupl
 def test_a_wrong_commit_is_named(tmp_path: Path, repository: tuple[Path, str, str]) -> None:
     main, first, _ = repository
     wrong = "0" * 39 + "1"
-    with pytest.raises(RigctlError, match=f"commit {wrong} was not to be had .*correct the kernel's commit"):
+    with pytest.raises(RigctlError, match=f"commit {wrong} could not be fetched .*correct the kernel's commit"):
         source.take(spec(tmp_path, source={"kind": "git", "url": str(main), "commit": wrong}), tmp_path / "w", "")
     assert not (tmp_path / "w").exists()
     with pytest.raises(RigctlError, match=r"source.commit: a branch or tag is a moving name: pin the commit"):

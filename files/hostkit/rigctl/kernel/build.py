@@ -338,7 +338,6 @@ class Build:
                 text=True,
                 errors="replace",
                 start_new_session=True,
-                close_fds=False,  # it holds the lock of the build too, should this process be killed alone
             )
             watcher.start()
             try:

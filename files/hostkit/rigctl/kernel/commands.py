@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -152,7 +151,6 @@ def _alone(job: KernelJob, *, wait: bool = True) -> Iterator[None]:
                 raise RigctlError(f"another build of {job.package} is at work: `journalctl` has its progress") from None
             print(f"another build of {job.package} is at work: waiting for it", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        os.set_inheritable(lock.fileno(), True)  # for the build itself, which must not outlive the lock
         yield
 
 

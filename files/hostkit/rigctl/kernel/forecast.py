@@ -61,7 +61,8 @@ def forecast(job: KernelJob, *, serving: bool, configure: bool) -> Forecast:
     found.missing += requirements.missing(job)
     with _tree(job, found) as tree:
         if tree is not None:
-            found.missing += requirements.undeclared(job, tree)
+            if isinstance(job.source, GitSource):
+                found.missing += requirements.undeclared(job, tree)
             found.fetched = list(requirements.fetched(job, tree))
     if not found.missing:
         try:

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from rigctl.contract.kernel_job import GitSource, KernelJob
+from rigctl.contract.kernel_job import GitSource, KernelJob, SourceDirectory
 from rigctl.errors import RigctlError
 
 DECLARED = re.compile(r"^\s*FetchContent_Declare\s*\(\s*([\w.-]+)", re.IGNORECASE | re.MULTILINE)
@@ -49,6 +49,8 @@ def missing(job: KernelJob) -> Iterator[str]:
     home = job.toolchain.cuda_home
     if home is not None and not (home / "bin" / "nvcc").exists():
         yield f"{home}/bin/nvcc: not there; install the CUDA toolkit, or correct the kernel's toolchain.cuda_home"
+    if isinstance(job.source, SourceDirectory) and job.source.path.is_dir():
+        yield from undeclared(job, job.source.path)
 
 
 def absent_trees(job: KernelJob) -> Iterator[str]:

@@ -129,12 +129,16 @@ def checkout(source: GitSource, target: Path) -> None:
     scratch.mkdir(parents=True)
     _git(scratch, "init", "--quiet")
     places = [place for place in (source.mirror, source.url) if place]
-    said = [_fetch(scratch, place, source.commit) for place in places]
-    if None not in said:
+    said: list[str] = []
+    for place in places:
+        if (why := _fetch(scratch, place, source.commit)) is None:
+            break
+        said.append(why)
+    else:
         shutil.rmtree(scratch)
         reasons = "; ".join(f"{place}: {why}" for place, why in zip(places, said, strict=True))
         raise RigctlError(
-            f"commit {source.commit} was not to be had ({reasons}): correct the kernel's commit or url, or name a "
+            f"commit {source.commit} could not be fetched ({reasons}): correct the kernel's commit or url, or name a "
             "mirror or a bundle file on the host"
         )
     _git(scratch, "checkout", "--quiet", "--detach", source.commit)
