@@ -108,7 +108,8 @@ class Outcome:
 
     @property
     def failed(self) -> list[str]:
-        return [each["source"] for each in self.ended if each["code"] and not each.get("killed")]
+        """Files that do not compile."""
+        return [each["source"] for each in self.compiled if each["code"] and not each.get("killed")]
 
     @property
     def too_large(self) -> dict[str, int]:
