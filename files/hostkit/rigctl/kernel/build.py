@@ -143,6 +143,10 @@ class Build:
 
     def _run(self, jobs: int) -> store.Stored:
         started = time.time()
+        for other in self.work.parent.glob("*"):
+            # One that was given up: ccache has what it compiled.
+            if other != self.work:
+                shutil.rmtree(other)
         self._prepare()
         found = len(whole_objects(self.build))
         if found:
@@ -181,10 +185,6 @@ class Build:
 
     def _prepare(self) -> None:
         """The work directory with all that configuration reads. Raises RigctlError with what is missing."""
-        for other in self.work.parent.glob("*"):
-            # One that was given up: ccache has what it compiled.
-            if other != self.work:
-                shutil.rmtree(other)
         self._room()
         shutil.rmtree(self.work / "tmp", ignore_errors=True)
         (self.work / "tmp").mkdir()
@@ -222,7 +222,9 @@ class Build:
         ninja: list[str | Path] = [self.chain.tools / "bin" / "ninja", "-C", self.build, "-t", "compdb"]
         listed = json.loads(subprocess.run(ninja, capture_output=True, text=True, check=True).stdout)
         return [
-            str(self.build / each["file"]) for each in listed if each["output"] in made and each["output"][-2:] == ".o"
+            str(self.build / each["file"])
+            for each in listed
+            if each["output"] in made and each["output"].endswith(".o")
         ]
 
     def seconds(self, files: Sequence[str]) -> list[float]:
