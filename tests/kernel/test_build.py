@@ -27,7 +27,7 @@ def test_built_proved_installed_and_then_left_alone(bench: Bench) -> None:
     assert "[8/8]" in said, "progress, and two targets are gone: of 22 steps 8 are left"
     receipt = bench.receipt()
     assert receipt["cubins"] == {"rig_kernel/sm100/common_ops.so": {"sm_120a": 6}}
-    assert receipt["inputs"]["architectures"] == ["120a"] and receipt["peak_mib"] > 100 and receipt["jobs"] >= 1
+    assert receipt["inputs"]["architectures"] == ["120a"] and receipt["peak_mib"] > 0 and receipt["jobs"] >= 1
     assert others(bench) == before and bench.imports() == "rig_kernel.scale"
     assert not (bench.root / "mathlib" / "include" / "generated.h").exists(), (
         "configuration wrote into the operator's tree"

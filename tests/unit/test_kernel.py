@@ -361,6 +361,11 @@ def test_a_kill_raises_what_a_file_is_known_to_need(tmp_path: Path) -> None:
         launch(state.root, "sh", "-c", "kill -9 $$", name)
     assert [each["need"] for each in ended(state)] == [DEFAULT_MIB, 5000]
     assert not state.failed.exists(), "the others are compiled"
+    state.begin(Known({"z.cu": 1}, limit=100))
+    (state.jobs / "1").write_text("1 0")  # another one beside it
+    code = "import os, time; b = bytearray(200 << 20); time.sleep(0.6); os.kill(os.getpid(), 9)"
+    launch(state.root, sys.executable, "-c", code, "z.cu")
+    assert ended(state)[-1]["need"] == 100, "it may fit when it runs alone"
 
 
 def test_a_file_that_does_not_compile_or_was_stopped_teaches_nothing(tmp_path: Path) -> None:

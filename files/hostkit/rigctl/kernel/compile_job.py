@@ -198,9 +198,10 @@ def main(argv: Sequence[str]) -> int:
     peak = max(peak, usage.ru_maxrss // 1024)
     killed = code != 0 and (code in (137, -9) or "signal 9" in said or "Killed" in said)
     if killed:
-        # It wants more than it held; more than the whole build may take, when the limit ended it and it ran alone.
-        beyond = known.limit + 1 if alone and memory.killed() > killed_before else 0
-        entry["need"] = max(need, peak * 3 // 2, beyond)
+        # It wants more than it held. That it wants more than the build may take is known when it ran alone only.
+        beyond = alone and memory.killed() > killed_before
+        most = max(known.limit + 1, peak * 3 // 2) if beyond else min(known.limit, peak * 3 // 2)
+        entry["need"] = max(need, most)
     elif code == 0:
         entry["need"] = max(peak, 1)
     entry["seconds"], entry["waited"] = round(time.time() - started, 2), round(started - begun, 2)
