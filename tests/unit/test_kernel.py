@@ -277,7 +277,8 @@ def test_the_larger_of_what_is_stated_and_measured_counts() -> None:
     files = {"gemm/fp8.cu": 9000, "moe.cu": 500, "x.cu": 7, "unknown.cu": 100}
     assert {name: known.need(f"/src/{name}") for name in files} == files
     assert Known({}, {}).need("x.cu") == DEFAULT_MIB
-    assert Known({"a.cu": 12}, {"b.cu": 11, "c.cu": 3}, limit=10).beyond() == {"a.cu": 12, "b.cu": 11}
+    assert (known := Known({"a.cu": 12}, {"b.cu": 11, "c.cu": 3}, limit=10)).named == ["a.cu", "b.cu", "c.cu"]
+    assert known.beyond(known.named) == {"a.cu": 12, "b.cu": 11}
 
 
 def test_jobs_follow_memory_and_cores(tmp_path: Path) -> None:

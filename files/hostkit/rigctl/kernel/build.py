@@ -81,6 +81,11 @@ def gather(job: KernelJob, chain: Toolchain) -> Inputs:
     )
 
 
+def known_memory(job: KernelJob, jobs: int) -> Known:
+    """What is stated and was measured of the memory that files take, and what a build may take."""
+    return Known(job.memory_mib, _numbers(_memos(job) / PEAKS), memory.budget(job.memory_limit), jobs)
+
+
 def _memos(job: KernelJob) -> Path:
     return job.root / "memos" / job.package
 
@@ -303,16 +308,12 @@ class Build:
             },
         )
 
-    def known(self, jobs: int) -> Known:
-        """What is known of the memory that files take."""
-        return Known(self.job.memory_mib, _numbers(_memos(self.job) / PEAKS), self.limit, jobs)
-
     def _compile(self, jobs: int) -> Outcome:
         shutil.rmtree(self.out, ignore_errors=True)
         before = _lines(self.state.log)
         self._learn(before)  # what a run that was killed has measured
-        self.state.begin(known := self.known(jobs))
-        for name, need in known.beyond().items():
+        self.state.begin(known := known_memory(self.job, jobs))
+        for name, need in known.beyond(known.named).items():
             print(f"{name} needs {need} MiB, the build may take {self.limit}: every other file is compiled", flush=True)
         killed_before = memory.killed()
         print(

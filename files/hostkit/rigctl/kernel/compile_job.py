@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,14 @@ class Known:
     limit: int = sys.maxsize
     jobs: int = sys.maxsize
 
-    def beyond(self) -> dict[str, int]:
-        """Files that are known to need more than the build may take -> MiB."""
-        needs = {name: self.need(name) for name in (*self.stated, *self.measured) if name != "default"}
-        return {name: need for name, need in needs.items() if need > self.limit}
+    @property
+    def named(self) -> list[str]:
+        """Files of which something is known."""
+        return [name for name in (*self.stated, *self.measured) if name != "default"]
+
+    def beyond(self, files: Iterable[str]) -> dict[str, int]:
+        """Those that need more than the build may take -> MiB."""
+        return {file: need for file in files if (need := self.need(file)) > self.limit}
 
     def need(self, source: str) -> int:
         """MiB that compiling `source` takes: the larger of what is stated and what was measured."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rigctl.contract.kernel_job import GitSource, KernelJob
 from rigctl.errors import RigctlError
 from rigctl.kernel import build, memory, requirements, source, store, toolchain
+from rigctl.kernel.compile_job import Known
 
 # A file that includes torch's headers and little else, for those that no build has measured yet (docs/kernel.md).
 UNMEASURED_SECONDS = 60.0
@@ -34,6 +35,11 @@ class Forecast:
     seconds: float | None = None
     """Of wall time, with all jobs."""
 
+    def note(self, known: Known, files: Sequence[str]) -> None:
+        """The memory that these files take, as far as it is known."""
+        needs = sorted(((_short(file), known.need(file)) for file in files), key=lambda each: -each[1])
+        self.largest, self.beyond = dict(needs[:5]), {_short(file): need for file, need in known.beyond(files).items()}
+
     def lines(self) -> Iterator[str]:
         """For people."""
         yield from (f"missing: {each}" for each in self.missing)
@@ -54,10 +60,17 @@ class Forecast:
         )
 
 
+def _short(file: str) -> str:
+    return "/".join(Path(file).parts[-2:])
+
+
 def forecast(job: KernelJob, *, serving: bool, configure: bool) -> Forecast:
     """Look, and configure where that is possible. configure: make the toolchain for it."""
     free = memory.available()
-    found = Forecast(memory.budget(job.memory_limit), free, build.jobs_for(job, build.cores(), free, serving=serving))
+    jobs = build.jobs_for(job, build.cores(), free, serving=serving)
+    known = build.known_memory(job, jobs)
+    found = Forecast(known.limit, free, jobs)
+    found.note(known, known.named)
     found.missing += requirements.missing(job)
     with _tree(job, found) as tree:
         if tree is not None:
@@ -66,7 +79,7 @@ def forecast(job: KernelJob, *, serving: bool, configure: bool) -> Forecast:
             found.fetched = list(requirements.fetched(job, tree))
     if not found.missing:
         try:
-            _configure(job, found, make=configure)
+            _configure(job, found, known, make=configure)
         except RigctlError as error:
             found.missing.append(str(error))
     return found
@@ -87,7 +100,7 @@ def _tree(job: KernelJob, found: Forecast) -> Iterator[Path | None]:
         yield tree if tree.exists() else None
 
 
-def _configure(job: KernelJob, found: Forecast, *, make: bool) -> None:
+def _configure(job: KernelJob, found: Forecast, known: Known, *, make: bool) -> None:
     if make:
         toolchain.provide(job)
     if not toolchain.ready(job):
@@ -95,13 +108,10 @@ def _configure(job: KernelJob, found: Forecast, *, make: bool) -> None:
     chain = toolchain.examine(job)
     builder = build.Build(job, chain, build.gather(job, chain))
     found.stored = store.find(job, builder.inputs.digest) is not None
-    known = builder.known(found.jobs)
     if found.stored:
         return
     files = builder.configure()
-    needs = {"/".join(Path(file).parts[-2:]): known.need(file) for file in files}
-    found.largest = dict(sorted(needs.items(), key=lambda each: -each[1])[:5])
-    found.beyond = {name: need for name, need in needs.items() if need > found.limit}
+    found.note(known, files)
     times = builder.seconds(files)
     found.files, found.measured = len(files), len(times)
     whole = sum(times) + UNMEASURED_SECONDS * (len(files) - len(times))
