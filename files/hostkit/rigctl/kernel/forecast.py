@@ -13,7 +13,7 @@ from rigctl.errors import RigctlError
 from rigctl.kernel import build, memory, requirements, source, store, toolchain
 from rigctl.kernel.compile_job import Known
 
-# A file that includes torch's headers and little else, for those that no build has measured yet (docs/kernel.md).
+# A file that includes torch's headers and little else: for those that no build has measured yet.
 UNMEASURED_SECONDS = 60.0
 
 
