@@ -22,6 +22,7 @@ from rigctl.errors import RigctlError
 from rigctl.notification import notify
 from rigctl.supervisor import ended, prechecks
 from rigctl.supervisor.activity import Patience, measure, members
+from rigctl.supervisor.deaths import Deaths, exit_text
 from rigctl.supervisor.engine_client import BAD_ANSWERS, Engine, api_key
 from rigctl.supervisor.engine_log import EngineLog, RunFile
 from rigctl.supervisor.metrics_file import publish
@@ -87,6 +88,7 @@ class Supervisor:
         file = RunFile(specification.logs, specification.limits.kept_runs, specification.limits.run_log_mib)
         self._log = EngineLog(specification.engine, specification.harmless_log, key, file)
         self._patience = Patience(specification.limits)
+        self._deaths = Deaths()
         self._said = (0.0, "")
         # What started.json will say.
         self._facts: dict[str, Any] = {
@@ -191,7 +193,9 @@ class Supervisor:
     def _sample(self) -> None:
         """Look at the engine's activity until it is accepted; on a thread, since nvidia-smi can take a second."""
         while not self._accepted:
-            self._patience.observe(measure(members(), self._specification.gpus))
+            pids = members()
+            self._deaths.follow(pids)
+            self._patience.observe(measure(pids, self._specification.gpus))
             time.sleep(self._specification.limits.sample_seconds)
 
     def _until_ready(self) -> None:
@@ -226,6 +230,7 @@ class Supervisor:
             raise Failure(f"not accepted: {error}") from None
         self._ours()
         self._accepted = True
+        self._deaths.begin_service()
         specification, now = self._specification, time.monotonic()
         self._facts |= {"accepted_at": int(time.time()), "accepted_monotonic": now, "proved": proved}
         self._facts["probe_seconds"] = round(now - begun, 2)
@@ -241,6 +246,7 @@ class Supervisor:
     def _watch(self) -> NoReturn:
         watch = Watch(self._engine)
         while True:
+            self._deaths.follow(members())
             end = time.monotonic() + self._specification.limits.watch_seconds
             while (left := end - time.monotonic()) > 0:
                 self._say(self._said[1])
@@ -284,7 +290,11 @@ class Supervisor:
         if self._process is not None and (status := self._process.poll()) is not None:
             self._log.catch_up()
             during = "" if self._accepted else f" while {self._log.phase}"
-            how = "after a process of its own had failed" if self._log.child_failed else _exit_text(status)
+            failed = "a process of its own had failed" if self._log.child_failed else None
+            first = self._deaths.first(self._process.pid) or failed
+            # SGLang kills itself then: who sent the signal is no question.
+            how = exit_text(status) if status >= 0 or not first else ""
+            how = ", ".join(filter(None, (how, first and f"after {first}")))
             said = f": {self._log.last_error}" if self._log.last_error else ""
             raise Failure(f"the engine ended by itself{during} ({how}){said}")
 
@@ -336,9 +346,3 @@ class Supervisor:
 
 def _unblock() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-
-def _exit_text(status: int) -> str:
-    if status == -signal.SIGKILL:
-        return f"signal SIGKILL: {ended.KILLED}"
-    return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
