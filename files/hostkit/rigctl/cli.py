@@ -28,6 +28,7 @@ MODULES: dict[str, str] = {
     "switch": "rigctl.services.switching",
     # Only on hosts with a generated checkpoint.
     **({"tiny-kimi": "rigctl.tiny_kimi"} if importlib.util.find_spec("rigctl.tiny_kimi") else {}),
+    "warm": "rigctl.services.warming",
 }
 """Module by the subcommand of its own name; some register further ones."""
 

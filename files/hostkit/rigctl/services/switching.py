@@ -10,6 +10,7 @@ from contextlib import suppress
 from rigctl.errors import RigctlError
 from rigctl.services.status import FALLBACK, active, row
 from rigctl.services.systemd import properties, systemctl
+from rigctl.services.warming import warm
 from rigctl.supervisor.ended import boot_id
 from rigctl.supervisor.engine_client import BAD_ANSWERS, Engine, api_key
 from rigctl.supervisor.specification import Specification, installed, named
@@ -23,7 +24,8 @@ IDLE_POLL_SECONDS = 2
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     switch = subparsers.add_parser("switch", help="start a configuration, stop those in its way, show the load")
     switch.add_argument("name")
-    switch.set_defaults(run=lambda arguments: switch_to(named(arguments.name)))
+    switch.add_argument("--warm", action="store_true", help="first read its files into memory, while the other serves")
+    switch.set_defaults(run=lambda arguments: switch_to(named(arguments.name), warmed=arguments.warm))
     restart = subparsers.add_parser("restart", help="restart a configuration that runs, so that it takes a deploy over")
     restart.add_argument("name")
     restart.add_argument("--when-idle", action="store_true", help="wait until no request runs")
@@ -39,8 +41,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     fallback.set_defaults(run=lambda arguments: fall_back(named(arguments.name)))
 
 
-def switch_to(specification: Specification) -> int:
+def switch_to(specification: Specification, *, warmed: bool = False) -> int:
     """Start it and follow its load. Raises RigctlError with the cause when it is not accepted."""
+    if warmed:
+        try:
+            warm(specification)
+        except RigctlError as error:
+            print(f"switching without it: {error}", flush=True)
     FALLBACK.unlink(missing_ok=True)
     begun = time.time()
     starting = subprocess.Popen(["systemctl", "start", specification.unit], stderr=subprocess.PIPE, errors="replace")
