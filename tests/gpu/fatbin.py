@@ -17,7 +17,7 @@ import struct
 import subprocess
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,15 +103,20 @@ def for_hopper(entry: Entry, data: bytes) -> bool:
     return found is None or (found[2] == b"bfloat16_t" and found[1] in _VALUE_HEADS)
 
 
-def trimmed_wheel(source: Path, target: Path, keep: Callable[[Entry, bytes], bool] = for_hopper) -> list[str]:
-    """Write `target`, the wheel `source` without the code that `keep` refuses; what was done, a line a library."""
-    said: list[str] = []
+def trimmed_wheel(
+    source: Path, target: Path, keep: Callable[[Entry, bytes], bool] = for_hopper, left_out: Collection[str] = ()
+) -> list[str]:
+    """Write `target`, the wheel `source` without the code that `keep` refuses and without the files `left_out`.
+
+    Returns what was done, a line a file.
+    """
+    said = [f"{name}: left out" for name in left_out]
     changed: dict[str, bytes] = {}
     with zipfile.ZipFile(source) as old:
         record = next(name for name in old.namelist() if name.endswith(".dist-info/RECORD"))
         metadata = record.replace("RECORD", "METADATA")
         for name in old.namelist():
-            if ".so" not in Path(name).name:
+            if ".so" not in Path(name).name or name in left_out:
                 continue
             with tempfile.NamedTemporaryFile() as file:
                 library = bytearray(old.read(name))
@@ -126,17 +131,19 @@ def trimmed_wheel(source: Path, target: Path, keep: Callable[[Entry, bytes], boo
                 changed[name] = bytes(library)
         note = f"Changed: not the published wheel; {'; '.join(said)}\n"
         changed[metadata] = note.encode() + old.read(metadata)
-        changed[record] = _mended(old.read(record).decode(), changed).encode()
+        changed[record] = _mended(old.read(record).decode(), changed, left_out).encode()
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as new:
-            for info in old.infolist():
+            for info in (one for one in old.infolist() if one.filename not in left_out):
                 new.writestr(info, changed.get(info.filename) or old.read(info), zipfile.ZIP_DEFLATED, 9)
     return said
 
 
-def _mended(record: str, changed: dict[str, bytes]) -> str:
+def _mended(record: str, changed: dict[str, bytes], left_out: Collection[str]) -> str:
     lines = []
     for line in record.splitlines():
         name = line.split(",", 1)[0]
+        if name in left_out:
+            continue
         if name in changed and not name.endswith("RECORD"):
             content = changed[name]
             digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()

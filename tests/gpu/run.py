@@ -1,6 +1,6 @@
-"""SGLang on real GPUs through the product's own parts, on a machine without network or systemd that is thrown away.
+"""Both engines on real GPUs through the product's own parts, on a machine without network or systemd, thrown away.
 
-python3 tests/gpu/run.py OUT [--steps NAME,...] [--again] [--standin]
+python3 tests/gpu/run.py OUT [--steps NAME,...] [--tp N] [--again] [--standin]
 
 Wheels of tests/gpu/wheels.py lie in /opt/carry; python3 holds the packages of requirements/control.txt. Each step
 writes what it found at once; one that is done is left alone unless --again, so an interrupted run goes on where it was.
@@ -18,18 +18,20 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import requests
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "files/hostkit")]
@@ -63,27 +65,48 @@ CARRY = Path("/opt/carry")
 SHARED_CACHE = "/var/cache/kimi-rig-gpu"
 GENERATOR_LOCK = f"{layout.LOCKS}/aiperf.txt"
 STAGES = ("base", "hostkit", "engines", "checkpoints", "units")
-CATALOGUE = ["sglang-base", "sglang-eagle3-aq-medai", "sglang-eagle3-custom", "sglang-eagle3-custom-current"]
-DATA = {
-    "catalogue_overlay": "gpu-proof.yaml",
-    "configurations": CATALOGUE,
-    "base_packages": [],
-    "wheels": str(CARRY),
-}
-# Catalogue entry -> what its drafter does (rigctl tiny-kimi).
+# Catalogue entry -> what its drafter does (rigctl tiny-kimi), which is its short name too.
 DRAFTS: dict[str, Any] = {
-    "sglang-base": None,
-    "sglang-eagle3-aq-medai": "never",
-    "sglang-eagle3-custom": "always",
-    "sglang-eagle3-custom-current": "half",
+    f"{engine}-{entry}": drafter
+    for engine in ("vllm", "sglang")
+    for entry, drafter in {
+        "base": None,
+        "eagle3-aq-medai": "never",
+        "eagle3-custom": "always",
+        "eagle3-custom-current": "half",
+    }.items()
 }
-SHORT = {
-    "sglang-base": "base",
-    "sglang-eagle3-aq-medai": "never",
-    "sglang-eagle3-custom": "always",
-    "sglang-eagle3-custom-current": "half",
-}
+RELEASES = {"vllm": "vllm-0.26.0", "sglang": "sglang-0.5.16"}
+# Attention backends that live beside each other; None: the engine's own choice.
+ATTENTION: dict[str, tuple[str | None, ...]] = {"vllm": (None,), "sglang": ("triton", None)}
 SUPERVISION = Limits(sample_seconds=2, drain_seconds=10, stop_seconds=30, restart_delay_seconds=2, gpu_wait_seconds=90)
+# The flag that names the largest CUDA graph of a decode step.
+GRAPHS = {"vllm": "max-cudagraph-capture-size", "sglang": "cuda-graph-max-bs-decode"}
+# How engines can read a checkpoint, and the runs of the step `load` in order of their worth.
+MULTITHREADED = {"model-loader-extra-config": {"enable_multithread_load": True, "num_threads": 8}}
+READERS: dict[str, dict[str, dict[str, Any]]] = {
+    "vllm": {
+        "as shipped": {},
+        "multithreaded": MULTITHREADED,
+        "prefetch": {"safetensors-load-strategy": "prefetch"},
+        "eager": {"safetensors-load-strategy": "eager"},
+        "fastsafetensors": {"load-format": "fastsafetensors"},
+    },
+    "sglang": {
+        "as shipped": {},
+        "single": {"model-loader-extra-config": {"enable_multithread_load": False}},
+        "prefetch": {"weight-loader-prefetch-checkpoints": True},
+    },
+}
+LOADS = [
+    *(("vllm", "as shipped", state) for state in ("cold", "warm")),
+    *(("sglang", "as shipped", state) for state in ("cold", "warm")),
+    *(("vllm", reader, state) for reader in ("multithreaded", "prefetch") for state in ("cold", "warm")),
+    *(("vllm", reader, "warm") for reader in ("fastsafetensors", "eager")),
+    ("sglang", "prefetch", "cold"),
+    ("sglang", "single", "warm"),
+]
+ENGINES = re.compile(r"sglang[.:]|vllm[.:]|VLLM::|standin\.py")
 HOLD_MIB = 8192
 HOLD = """
 import sys, torch
@@ -107,11 +130,20 @@ class Variant:
     """None: the engine's own choice."""
     unlimited: bool = False
     """Leaves the number of running requests to the engine."""
+    streams: int | None = None
+    """Requests that run at once, and the largest CUDA graph; None: what the overlay says."""
+    flags: tuple[tuple[str, Any], ...] = ()
+    """Further flags of the engine."""
+
+    @property
+    def engine(self) -> str:
+        return self.entry.partition("-")[0]
 
     @property
     def name(self) -> str:
         cards = "".join(map(str, self.gpus))
-        return f"{SHORT[self.entry]}-{self.attention or 'default'}-tp{len(self.gpus)}-g{cards}"
+        short = f"{self.engine}-{self.drafter or 'base'}"
+        return f"{short}-{self.attention or 'default'}-tp{len(self.gpus)}-g{cards}"
 
     @property
     def drafter(self) -> Any:
@@ -121,10 +153,13 @@ class Variant:
 def configuration(plan: HostPlan, variant: Variant) -> Configuration:
     """The catalogue entry, reduced to the cards of this run."""
     entry = plan.serving[variant.entry]
-    flags = {key: value for key, value in entry.flags.items() if key != "attention-backend"}
+    flags = {key: value for key, value in entry.flags.items() if key != "attention-backend"} | dict(variant.flags)
     if variant.attention:
         flags["attention-backend"] = variant.attention
+    if variant.streams:
+        flags[GRAPHS[variant.engine]] = variant.streams
     caches = {
+        "VLLM_CACHE_ROOT": f"{SHARED_CACHE}/vllm",
         "TVM_FFI_CACHE_DIR": f"{SHARED_CACHE}/tvm-ffi",
         "TRITON_CACHE_DIR": f"{SHARED_CACHE}/triton",
         "FLASHINFER_WORKSPACE_BASE": SHARED_CACHE,
@@ -136,7 +171,7 @@ def configuration(plan: HostPlan, variant: Variant) -> Configuration:
             "listen": Listen(port=18400 + variant.gpus[0]),
             "flags": flags,
             "environment": {**entry.environment, **caches},
-            "max_running_requests": None if variant.unlimited else 32,
+            "max_running_requests": None if variant.unlimited else variant.streams or 32,
         }
     )
 
@@ -156,9 +191,9 @@ def write_files(plan: HostPlan) -> None:
         Path(path).write_text(text)
 
 
-def plan_of(variants: Iterable[Variant], *, standin: bool) -> HostPlan:
+def plan_of(variants: Iterable[Variant], *, standin: bool, data: dict[str, Any] | None = None) -> HostPlan:
     """The plan of this machine with the variants as its configurations."""
-    plan = plan_from_facts({**group_data(), **DATA}, read_facts())
+    plan = plan_from_facts({**group_data(), **(data or host_data())}, read_facts())
     serving = {variant.name: configuration(plan, variant) for variant in variants}
     environments = dict(plan.environments)
     if standin:
@@ -166,7 +201,7 @@ def plan_of(variants: Iterable[Variant], *, standin: bool) -> HostPlan:
             release = env.release.model_copy(update={"launch": [str(ROOT / "tests/standin.py")]})
             environments[name] = replace(env, release=release)
     supervision = SUPERVISION.model_copy(update={"shared_memory": "50%"})
-    data = plan.data.model_copy(update={"supervision": supervision})
+    supervised = plan.data.model_copy(update={"supervision": supervision})
     # The host stage does not run here: nothing of it is looked for before a start.
     bare: dict[str, Any] = {
         "kernel_arguments": (),
@@ -176,7 +211,18 @@ def plan_of(variants: Iterable[Variant], *, standin: bool) -> HostPlan:
         "disk_scheduler": {},
     }
     settings = replace(plan.settings, **bare, power_limit_w=None)
-    return replace(plan, serving=serving, environments=environments, data=data, settings=settings)
+    return replace(plan, serving=serving, environments=environments, data=supervised, settings=settings)
+
+
+def host_data() -> dict[str, Any]:
+    """What this machine's inventory says: the engines whose locks have come so far."""
+    there = [engine for engine, release in RELEASES.items() if (CARRY / f"{release}.txt").exists()]
+    return {
+        "catalogue_overlay": "gpu-proof.yaml",
+        "configurations": [entry for entry in DRAFTS if entry.partition("-")[0] in there],
+        "base_packages": [],
+        "wheels": str(CARRY),
+    }
 
 
 def group_data() -> dict[str, Any]:
@@ -199,7 +245,11 @@ def processes() -> list[str]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            if re.search(r"sglang[.:]|standin\.py", line) and "rigctl" not in line and "standin_systemd" not in line:
+            if (
+                re.search(r"sglang[.:]|vllm[.:]|VLLM::|standin\.py", line)
+                and "rigctl" not in line
+                and "standin_systemd" not in line
+            ):
                 found.append(f"{path.parent.name} {line[:120]}")
     return found
 
@@ -231,29 +281,49 @@ def last_words(name: str) -> str:
 
 
 def start(variant: Variant) -> dict[str, Any]:
-    """Start one; what the supervisor wrote down. Raises Wrong with the engine's last words."""
-    begin = time.monotonic()
-    code = units.start(f"kimi-{variant.name}.service")
-    seconds = round(time.monotonic() - begin, 1)
-    if code != 0:
-        cause = (read_object(named(variant.name).state / "ended.json") or {}).get("cause")
-        raise Wrong(f"not accepted after {seconds} s: {cause}: {last_words(variant.name)}")
-    found = started(variant.name)
-    return {
-        "seconds": seconds,
-        "load": found.get("load_seconds"),
-        "proved": found.get("proved"),
-        "checks": found.get("prechecks"),
-    }
+    """Start one; what the supervisor wrote down. Raises Wrong with the engine's last words.
 
-
-def counters(drafter: Any) -> list[int]:
-    """Drafts, drafted and accepted tokens of the chat as rigctl derives them from SGLang's counters.
-
-    They know the tokens that came out: what is accepted beyond the end of the turn is in vLLM's counters only.
+    cold: nothing like it was accepted on this machine before, so that its kernels and graphs may be compiled now.
     """
-    expected = predict_counters(CHAT, drafter, 3)
-    return [expected.drafts, expected.draft_tokens, expected.output_tokens - 1 - expected.drafts]
+    specification, begin = named(variant.name), time.monotonic()
+    earlier = WORK / "accepted" / variant.name
+    found: dict[str, Any] = {"cold": not earlier.exists()}
+    with ThreadPoolExecutor() as pool:
+        starting = pool.submit(units.start, specification.unit)
+        found["answers_after"] = first_answer(specification.base_url, starting, begin)
+        code = starting.result()
+    found["seconds"] = round(time.monotonic() - begin, 1)
+    if code != 0:
+        cause = (read_object(specification.state / "ended.json") or {}).get("cause")
+        raise Wrong(f"not accepted after {found['seconds']} s: {cause}: {last_words(variant.name)}")
+    earlier.parent.mkdir(exist_ok=True)
+    earlier.touch()
+    facts = started(variant.name)
+    kept = {"load_seconds": "load", "probe_seconds": "probes", "proved": "proved", "prechecks": "checks"}
+    return found | {ours: facts.get(theirs) for theirs, ours in kept.items()}
+
+
+def first_answer(url: str, starting: Future[int], begin: float) -> float | None:
+    """Seconds until the engine, asked independently of the supervisor, has a model list; None when it never had."""
+    seen_closed = False
+    while not starting.done():
+        try:
+            if requests.get(f"{url}/v1/models", timeout=2).ok and seen_closed:
+                return round(time.monotonic() - begin, 2)
+        except requests.RequestException:
+            seen_closed = True  # until then another configuration may answer there
+        time.sleep(0.02)
+    return None
+
+
+def counters(variant: Variant) -> list[int]:
+    """Drafts, drafted and accepted tokens of the chat as rigctl derives them from the engine's counters.
+
+    SGLang's know the tokens that came out: what is accepted beyond the end of the turn is in vLLM's counters only.
+    """
+    expected = predict_counters(CHAT, variant.drafter, 3)
+    out = expected.output_tokens - 1 - expected.drafts
+    return [expected.drafts, expected.draft_tokens, expected.accepted if variant.engine == "vllm" else out]
 
 
 def ask(variant: Variant) -> dict[str, Any]:
@@ -263,7 +333,7 @@ def ask(variant: Variant) -> dict[str, Any]:
     before = engine.metrics().speculation or Speculation(0, 0, 0)
     message = engine.chat([{"role": "user", "content": "Hello"}], max_tokens=512)["message"]
     found: dict[str, Any] = {"text": message.get("content") == CONTENT}
-    expected = counters(variant.drafter) if variant.drafter else None
+    expected = counters(variant) if variant.drafter else None
     end = time.monotonic() + 10
     while expected and time.monotonic() < end:
         now = engine.metrics()
@@ -287,7 +357,18 @@ def ask(variant: Variant) -> dict[str, Any]:
         )
         found["max_running_requests"] = info.get("max_running_requests")
         found["attention"] = [info.get("attention_backend"), info.get("prefill_attention_backend")]
+    if variant.engine == "vllm":
+        found["max_running_requests"] = None if variant.unlimited else variant.streams or 32
+        found["attention"] = chosen_attention(variant.name)
     return found
+
+
+def chosen_attention(name: str) -> list[str]:
+    """The backends that vLLM names in its log, the target's first."""
+    log = units.STATE / f"kimi-{name}.service.log"
+    return [
+        *dict.fromkeys(re.findall(r"Using (\w+) (?:attention|MLA prefill) backend", log.read_text(errors="replace")))
+    ]
 
 
 def stop(variant: Variant) -> dict[str, Any]:
@@ -321,17 +402,23 @@ def keep_log(name: str) -> None:
         shutil.copy(log, WORK / "logs" / f"{name}.log")
 
 
-def judged(found: dict[str, Any], *, standin: bool = False) -> None:
-    """Raise Wrong for what a life must not have. A stand-in says something else, and counts otherwise."""
+def validate(found: dict[str, Any], *, standin: bool = False) -> None:
+    """Raise Wrong for what a life must not have."""
     if "error" in found:
         raise Wrong(found["error"])
-    asked = found["ask"]
-    if not asked["text"] and not standin:
-        raise Wrong("the text is not the model's")
-    if asked.get("predicted") and asked["counted"] != asked["predicted"] and not standin:
-        raise Wrong(f"counted {asked['counted']}, predicted {asked['predicted']}")
+    validate_answer(found["ask"], standin=standin)
     if max(found["stop"]["mib"]) >= 1024:
         raise Wrong(f"still on the cards: {found['stop']['mib']} MiB")
+
+
+def validate_answer(asked: dict[str, Any], *, standin: bool = False) -> None:
+    """Raise Wrong for another text or other counters. A stand-in says something else, and counts otherwise."""
+    if standin:
+        return
+    if not asked["text"]:
+        raise Wrong("the text is not the model's")
+    if asked.get("predicted") and asked["counted"] != asked["predicted"]:
+        raise Wrong(f"counted {asked['counted']}, predicted {asked['predicted']}")
 
 
 # Steps: each fills `found` as it goes, so that a failure leaves what was found before it
@@ -343,10 +430,12 @@ def deploy(_: argparse.Namespace, found: dict[str, Any]) -> None:
     """Environment, checkpoints and units by the product's own operations; a second look finds nothing to do."""
     location = run("python3", "-c", "import torch; print(torch.__file__)").strip()
     Path(POINTER).write_text(f"{Path(location).parents[1]}\n")
-    shutil.copy(CARRY / "lock.txt", ROOT / "files/locks/gpu-proof-cp312.txt")
+    for release in RELEASES.values():
+        if (CARRY / f"{release}.txt").exists():
+            shutil.copy(CARRY / f"{release}.txt", ROOT / f"files/locks/gpu-proof-{release}-cp312.txt")
     folder = WORK / "inventory"
     shutil.rmtree(folder, ignore_errors=True)
-    hosts = inventory(folder, **DATA)
+    hosts = inventory(folder, **host_data())
     stages = [f"tasks/{stage}.py" for stage in STAGES]
     found["seconds"] = {}
     for stage in stages:
@@ -363,28 +452,32 @@ def deploy(_: argparse.Namespace, found: dict[str, Any]) -> None:
         left += [one["name"] for one in plan if one["hosts_with_change"] or one["hosts_with_conditional_change"]]
     if left:
         raise Wrong(f"a second deploy would change: {left}")
-    (env,) = plan_from_facts({**group_data(), **DATA}, read_facts()).environments.values()
-    proof = sorted(Path(layout.PROOFS).glob("sglang*"))
-    probed = json.loads(proof[0].read_text()) if proof else {}
-    found |= {"environment": env.path, "version": probed.get("version"), "features": probed.get("features")}
+    environments = plan_from_facts({**group_data(), **host_data()}, read_facts()).environments.values()
+    proofs = [json.loads(path.read_text()) for path in sorted(Path(layout.PROOFS).iterdir())]
+    found |= {
+        "environments": [environment.path for environment in environments],
+        "versions": {proof.get("version"): proof.get("features") for proof in proofs},
+    }
 
 
-def pairs(cards: int) -> list[list[Variant]]:
-    """Lives that go on at once: both attention backends, on a card of their own where there are two."""
-    rounds = []
-    for entry in CATALOGUE:
-        unlimited = DRAFTS[entry] == "half"
-        first = Variant(entry, (0,), "triton", unlimited)
-        second = Variant(entry, (1 if cards > 1 else 0,), None, unlimited)
-        rounds += [[first, second]] if cards > 1 else [[first], [second]]
-    return rounds
+def groups(entries: Iterable[str], cards: int, tp: int) -> list[list[Variant]]:
+    """Lives of these catalogue entries, each on `tp` cards; those of a group go on at once, on cards of their own."""
+    wanted = [(entry, attention) for entry in entries for attention in ATTENTION[entry.partition("-")[0]]]
+    at_once = max(1, cards // tp)
+    return [
+        [
+            Variant(entry, tuple(range(place * tp, (place + 1) * tp)), attention, DRAFTS[entry] == "half")
+            for place, (entry, attention) in enumerate(wanted[first : first + at_once])
+        ]
+        for first in range(0, len(wanted), at_once)
+    ]
 
 
-def lives(names: Iterable[str]) -> Step:
-    """The step that lets these catalogue entries live on one card each."""
+def lives(names: Sequence[str]) -> Step:
+    """The step that lets these catalogue entries live, each on as many cards as tensor parallelism has."""
 
     def step(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
-        rounds = [group for group in pairs(arguments.cards) if group[0].entry in names]
+        rounds = groups(names, arguments.cards, arguments.tp)
         write_units([variant for group in rounds for variant in group], standin=arguments.standin)
         shm = shared_memory()
         for group in rounds:
@@ -395,7 +488,7 @@ def lives(names: Iterable[str]) -> Step:
         for name, life in found.items():
             if isinstance(life, dict):
                 try:
-                    judged(life, standin=arguments.standin)
+                    validate(life, standin=arguments.standin)
                 except Wrong as error:
                     problems.append(f"{name}: {error}")
         if found["processes"]:
@@ -458,54 +551,193 @@ def gate(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
         raise Wrong(f"not active again: {last_words(variant.name)}")
 
 
-def tensor(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
-    """All cards as one: a worker killed, a restart, a switch, a stop."""
-    cards = tuple(range(arguments.cards))
-    if len(cards) < 2 and not arguments.standin:
-        raise Wrong("needs two cards")
-    first, second = (Variant(entry, cards, "triton") for entry in ("sglang-eagle3-custom", "sglang-base"))
-    write_units([first, second], standin=arguments.standin)
-    unit = f"kimi-{first.name}.service"
-    found["before_mib"] = used_mib(cards)
-    found["start"] = start(first)
-    found["serving_mib"] = used_mib(cards)
-    found["ask"] = ask(first)
-    workers = [line for line in processes() if re.search(r"scheduler", line)]
-    found["workers"] = workers
-    if workers:
-        victim = int(workers[-1].split()[0])
-        main, begin = units.read(unit)["MainPID"], time.monotonic()
-        os.kill(victim, 9)
-        while units.read(unit)["MainPID"] == main and time.monotonic() - begin < 120:
-            time.sleep(0.05)
-        found["ended_after"] = round(time.monotonic() - begin, 2)
-        found["cause"] = (read_object(named(first.name).state / "ended.json") or {}).get("cause")
-        while units.read(unit)["ActiveState"] == "activating" and time.monotonic() - begin < 300:
-            time.sleep(0.2)
-        found["restarted"] = units.read(unit)["ActiveState"]
-        found["restart_seconds"] = round(time.monotonic() - begin, 1)
-        again = started(first.name)
-        found["restart_proved"] = again.get("proved", {}).get("speculation")
-        found["restart_checks"] = again.get("prechecks", {}).get("GPUs")
+def killed_and_back(variant: Variant, pid: int, line: str, *, standin: bool) -> dict[str, Any]:
+    """Kill a process of a serving unit: what the unit says of it, when it is active again, and what it answers then."""
+    unit = f"kimi-{variant.name}.service"
+    main, begin = units.read(unit)["MainPID"], time.monotonic()
+    found: dict[str, Any] = {"killed": line}
+    os.kill(pid, 9)
+    while units.read(unit)["MainPID"] == main and time.monotonic() - begin < 120:
+        time.sleep(0.05)
+    found["ended_after"] = round(time.monotonic() - begin, 2)
+    ended = read_object(named(variant.name).state / "ended.json") or {}
+    found |= {"cause": ended.get("cause"), "left": ended.get("left"), "ended_by_hand": ended.get("killed")}
+    while units.read(unit)["ActiveState"] == "activating" and time.monotonic() - begin < 300:
+        time.sleep(0.2)
+    found["restart_seconds"] = round(time.monotonic() - begin, 1)
+    if units.read(unit)["ActiveState"] != "active":
+        raise Wrong(f"not active again after {line} was killed: {last_words(variant.name)}")
+    found["restart_proved"] = started(variant.name).get("proved", {}).get("speculation")
+    found["restart_checks"] = started(variant.name).get("prechecks", {}).get("GPUs")
+    found["again"] = ask(variant)
+    validate_answer(found["again"], standin=standin)
+    return found
+
+
+def worker(variant: Variant) -> tuple[int, str]:
+    """Pid and command line of the process that computes on the last card. Raises Wrong when there is none."""
+    found = [line for kind in ("scheduler|Worker", "EngineCore") for line in processes() if re.search(kind, line)]
+    if not found:
+        raise Wrong(f"{variant.name}: no worker among {processes()}")
+    last = next((line for line in found if re.search(rf"TP{len(variant.gpus) - 1}\b", line)), found[0])
+    return int(last.split()[0]), last
+
+
+def server(variant: Variant) -> tuple[int, str]:
+    """Pid and command line of the engine's own main process, the supervisor's child."""
+    main = units.read(f"kimi-{variant.name}.service")["MainPID"]
+    pid = int(Path(f"/proc/{main}/task/{main}/children").read_text().split()[0])
+    return pid, next((line for line in processes() if int(line.split()[0]) == pid), str(pid))
+
+
+def faults(entry: str, other: str) -> Step:
+    """The step that kills a worker and the server of one configuration, and switches to another and back."""
+
+    def step(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+        cards = tuple(range(arguments.tp))
+        first, second = (Variant(name, cards, ATTENTION[name.partition("-")[0]][0]) for name in (entry, other))
+        write_units([first, second], standin=arguments.standin)
+        found["before_mib"] = used_mib(cards)
+        found["start"] = start(first)
+        found["serving_mib"] = used_mib(cards)
+        found["ask"] = ask(first)
+        validate_answer(found["ask"], standin=arguments.standin)
+        if not arguments.standin:  # it is one process
+            found["worker"] = killed_and_back(first, *worker(first), standin=arguments.standin)
+        found["server"] = killed_and_back(first, *server(first), standin=arguments.standin)
+        for one, before in ((second, first), (first, second)):
+            begin = time.monotonic()
+            switch: dict[str, Any] = {"start": start(one), "seconds": round(time.monotonic() - begin, 1)}
+            unit = f"kimi-{before.name}.service"
+            switch["displaced"] = {key: units.read(unit)[key] for key in ("ActiveState", "Result")}
+            switch |= {"mib": used_mib(cards), "ask": ask(one)}
+            found[f"switch to {one.name}"] = switch
+            validate_answer(switch["ask"], standin=arguments.standin)
+        found["stop"] = stop(first)
+        keep_log(first.name)
+        keep_log(second.name)
+        found["processes"], found["shared_memory"] = processes(), shared_memory()
+        validate(found, standin=arguments.standin)
+        if found["processes"]:
+            raise Wrong(f"left {found['processes']}")
+
+    return step
+
+
+def overhead(entry: str) -> Step:
+    """The step that compares answers a second with the supervisor watching and with the supervisor stopped."""
+
+    def step(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+        variant = Variant(entry, tuple(range(arguments.tp)), ATTENTION[entry.partition("-")[0]][0], streams=32)
+        write_units([variant], standin=arguments.standin)
+        found["start"] = start(variant)
+        specification = named(variant.name)
+        main = int(units.read(f"kimi-{variant.name}.service")["MainPID"])
+        found["watch_seconds"] = specification.limits.watch_seconds
+
+        def answers_a_second() -> float:
+            begin, asked = time.monotonic(), 32 * 16
+            with ThreadPoolExecutor(32) as pool:
+                questions = [f"{begin} {number}" for number in range(asked)]
+                list(pool.map(lambda text: Engine(specification).completion(text, max_tokens=128), questions))
+            return round(asked / (time.monotonic() - begin), 2)
+
+        found["warm"] = answers_a_second()
+        found["watching"], found["stopped"] = [], []
+        for _ in range(5):
+            found["watching"].append(answers_a_second())
+            os.kill(main, signal.SIGSTOP)
+            try:
+                found["stopped"].append(answers_a_second())
+            finally:
+                os.kill(main, signal.SIGCONT)
+        found["stop"] = stop(variant)
+
+    return step
+
+
+def loads(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+    """How long a large checkpoint takes from start to accepted, by reader, with cold and warm page cache.
+
+    Beside it: reading its files at the disk's and at memory's speed, `rigctl warm`, and a switch with and without it.
+    """
+    path = Path("/data/large")
+    if not arguments.standin and not path.exists():
+        found["made"] = run("python3", str(ROOT / "tests/gpu/large.py"), str(path), str(arguments.gigabytes)).strip()
+    overlay = yaml.safe_load((ROOT / "inventory/overlays/gpu-proof.yaml").read_text())
+    if not arguments.standin:
+        unlike = dict.fromkeys(("digests", "bytes", "shape"))
+        overlay["checkpoints"]["kimi-k2.5-int4"] = {"path": str(path), "source": {"kind": "directory"}, **unlike}
+    (ROOT / "inventory/overlays/gpu-large.yaml").write_text(yaml.safe_dump(overlay))
+    data = {**host_data(), "catalogue_overlay": "gpu-large.yaml"}
+    shutil.rmtree(WORK / "inventory-large", ignore_errors=True)
+    hosts = inventory(WORK / "inventory-large", **data)
+    for stage in ("checkpoints", "units"):
+        run(*pyinfra(hosts, f"tasks/{stage}.py", "-y"))
+    plan = plan_of([Variant("vllm-base", (0,), None, streams=16)], standin=arguments.standin, data=data)
+    target = next(iter(plan.serving.values())).target
+    files = sorted(Path(plan.checkpoint_paths[target]).glob("*.safetensors"))
+    found["gigabytes"] = round(sum(file.stat().st_size for file in files) / 1e9, 2)
+    evict(files)
+    found["read_cold"], found["read_warm"] = read_seconds(files), read_seconds(files)
+    found["lives"] = {}
+    for engine, reader, state in LOADS:
+        entry = f"{engine}-base"
+        variant = Variant(entry, (0,), None, streams=16, flags=tuple(READERS[engine][reader].items()))
+        plan = plan_of([variant], standin=arguments.standin, data=data)
+        write_files(plan)
+        if state == "cold":
+            evict(files)
+        else:
+            read_seconds(files)
+        life = served(variant)
+        log = (units.STATE / f"kimi-{variant.name}.service.log").read_text(errors="replace")
+        life["engine_says"] = re.findall(r"(?:Loading weights took|Load weight end.*?elapsed=) ?([\d.]+)", log)[-1:]
+        found["lives"][f"{engine}, {reader}, {state}"] = life
+    switches(found, files, data, standin=arguments.standin)
+
+
+def switches(found: dict[str, Any], files: Sequence[Path], data: dict[str, Any], *, standin: bool) -> None:
+    """From SGLang to vLLM with a cold page cache, as it is and with `rigctl switch --warm`."""
+    before, after = Variant("sglang-base", (0,), None, streams=16), Variant("vllm-base", (0,), None, streams=16)
+    write_files(plan_of([before, after], standin=standin, data=data))
+    for name, options in (("switch", []), ("switch --warm", ["--warm"])):
+        start(before)
+        evict(files)
+        begin = time.monotonic()
+        said = run(layout.RIGCTL, "switch", *options, after.name)
+        found[name] = {"seconds": round(time.monotonic() - begin, 1), "said": said.splitlines()[-30:]}
+        stopped = units.read(f"kimi-{before.name}.service").get("StoppedAt")
+        found[name]["down"] = round(time.time() - float(stopped), 1) if stopped else None
+        stop(after)
+
+
+def evict(files: Iterable[Path]) -> None:
+    """Take files out of the page cache."""
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_seconds(files: Sequence[Path]) -> float:
+    """Read files to their end, four at a time."""
+
+    def read(path: Path) -> None:
+        buffer = bytearray(8 << 20)
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
     begin = time.monotonic()
-    found["switch"] = start(second)
-    found["switch_seconds"] = round(time.monotonic() - begin, 1)
-    found["displaced"] = {key: units.read(unit)[key] for key in ("ActiveState", "Result")}
-    found["switch_mib"] = used_mib(cards)
-    found["switch_ask"] = ask(second)
-    found["stop"] = stop(second)
-    keep_log(first.name)
-    keep_log(second.name)
-    found["processes"], found["shared_memory"] = processes(), shared_memory()
-    if found.get("restarted", "active") != "active" or max(found["stop"]["mib"]) >= 1024 or found["processes"]:
-        raise Wrong(
-            f"restarted {found.get('restarted')}, on the cards {found['stop']['mib']}, left {found['processes']}"
-        )
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(read, files))
+    return round(time.monotonic() - begin, 2)
 
 
 def generator(_: argparse.Namespace, found: dict[str, Any]) -> None:
     """The load generator's environment, by the product's own program from the wheels that are here."""
-    plan = plan_from_facts({**group_data(), **DATA}, read_facts())
+    plan = plan_from_facts({**group_data(), **host_data()}, read_facts())
     shutil.copy(CARRY / "aiperf.txt", GENERATOR_LOCK)
     path, cache = generator_path(plan.data.ml_env), f"{plan.data.ml_env}/.cache"
     python = next(iter(plan.environments.values())).python
@@ -515,13 +747,16 @@ def generator(_: argparse.Namespace, found: dict[str, Any]) -> None:
     found |= {"path": path, "seconds": round(time.monotonic() - begin, 1)}
 
 
-def sweep(name: str, entries: Sequence[str]) -> Step:
-    """The step that measures these catalogue entries on all cards as one, and adds the results to the ledger."""
+def sweep(name: str, entries: Sequence[str], streams: int | None = None, **changes: Any) -> Step:
+    """The step that measures these catalogue entries on as many cards as tensor parallelism has, for the ledger.
+
+    changes: what differs from the sweep of inventory/benchmark.yaml.
+    """
 
     def step(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
-        cards = tuple(range(arguments.cards))
-        variants = [Variant(entry, cards, "triton") for entry in entries]
-        chosen = find_sweep(name)
+        cards = tuple(range(arguments.tp))
+        variants = [Variant(one, cards, ATTENTION[one.partition("-")[0]][0], streams=streams) for one in entries]
+        chosen = find_sweep(name).model_copy(update=changes)
         derived = derive(write_units(variants, standin=arguments.standin), chosen, [one.name for one in variants])
         write_files(derived.plan)
         asked = host_sweep(derived.plan, name, chosen, derived.names)
@@ -549,14 +784,25 @@ def sweep(name: str, entries: Sequence[str]) -> Step:
         if done.returncode or failed or left or len(found["cells"]) != len(asked.order.pairs):
             said = (done.stdout + done.stderr)[-1500:]
             raise Wrong(f"exit code {done.returncode}, failed {failed}, still active {left}: {said}")
-        lengths = {"always": 4.0, "never": 1.0}
+        tokens = chosen.output_tokens if chosen.ignore_eos else predict_counters(CHAT, None, 0).output_tokens
         for key, one in found["cells"].items():
-            if one["length"] != lengths.get(key.split("-")[0], one["length"]):
-                raise Wrong(f"{key}: acceptance length {one['length']}")
+            expected = acceptance_length(key, tokens)
+            if expected and not arguments.standin and abs(one["length"] - expected) > 0.001:
+                raise Wrong(f"{key}: acceptance length {one['length']}, expected {expected}")
             if chosen.profile and not one["profile"]:
                 raise Wrong(f"{key}: not profiled: {done.stdout[-1500:]}")
 
     return step
+
+
+def acceptance_length(name: str, tokens: int) -> float | None:
+    """What answers of this length come to; None where it depends on the text.
+
+    The last draft of an answer passes its end: vLLM counts it whole, SGLang as far as it came out.
+    """
+    engine, drafter, *_ = name.split("-")
+    whole = {"always": 4.0, "never": 1.0}.get(drafter)
+    return whole if whole != 4.0 or engine == "vllm" else (tokens - 1) / -(-(tokens - 1) // 4)
 
 
 def cell(result: ledger.Result) -> dict[str, Any]:
@@ -573,13 +819,24 @@ def cell(result: ledger.Result) -> dict[str, Any]:
 
 STEPS: dict[str, Step] = {
     "deploy": deploy,
-    "base": lives(["sglang-base"]),
-    "never": lives(["sglang-eagle3-aq-medai"]),
-    "always": lives(["sglang-eagle3-custom"]),
-    "half": lives(["sglang-eagle3-custom-current"]),
+    **{f"{entry.partition('-')[0]}-{DRAFTS[entry] or 'base'}": lives([entry]) for entry in DRAFTS},
     "gate": gate,
-    "tensor": tensor,
+    "vllm-faults": faults("vllm-eagle3-custom", "sglang-base"),
+    "sglang-faults": faults("sglang-eagle3-custom", "sglang-base"),
+    "vllm-overhead": overhead("vllm-base"),
+    "sglang-overhead": overhead("sglang-base"),
     "generator": generator,
+    "load": loads,
+    # Both engines side by side. Answers of one length, whatever the text.
+    "engines": sweep(
+        "quick",
+        ["vllm-base", "vllm-eagle3-custom", "sglang-base", "sglang-eagle3-custom"],
+        streams=128,
+        rounds=3,
+        requests_per_stream=2,
+        output_tokens=256,
+        ignore_eos=True,
+    ),
     "profile": sweep("profile", ["sglang-base", "sglang-eagle3-custom"]),
     "quick": sweep("quick", ["sglang-base", "sglang-eagle3-custom", "sglang-eagle3-aq-medai"]),
     "attention": sweep("attention-sglang", ["sglang-base"]),
@@ -588,8 +845,8 @@ STEPS: dict[str, Step] = {
 
 
 HEAD = (
-    "| configuration | accepted after, s | MiB before / serving / after | stopped in, s | drafts / drafted / accepted |"
-    " length | engine's rate | request limit | attention |"
+    "| configuration | first answer / accepted after, s | start | MiB before / serving / after | stopped in, s |"
+    " drafts / drafted / accepted | length | engine's rate | request limit | attention |"
 )
 
 
@@ -598,8 +855,8 @@ def rows(results: dict[str, Any]) -> list[str]:
     lives: dict[str, dict[str, Any]] = {}
     for step, result in results.items():
         found = result.get("found", {}) if step != "machine" else {}
-        lives |= {name: life for name, life in found.items() if isinstance(life, dict) and "ask" in life}
-        if "ask" in found:
+        lives |= {name: life for name, life in found.items() if isinstance(life, dict) and _lived(life)}
+        if _lived(found):
             lives[f"{step}, first"] = found
     lines = [HEAD, "|" + "---|" * (HEAD.count("|") - 1)]
     lines += [f"| {name} | {_summary(life)} |" for name, life in lives.items()]
@@ -607,20 +864,26 @@ def rows(results: dict[str, Any]) -> list[str]:
     return lines + [f"{name} failed: {one['why'][:300]}" for name, one in failed]
 
 
+def _lived(found: dict[str, Any]) -> bool:
+    return {"start", "ask"} <= found.keys()
+
+
 def _summary(life: dict[str, Any]) -> str:
-    asked, mib = life["ask"], [life.get("before_mib"), life.get("serving_mib"), life["stop"]["mib"]]
+    asked, begun, ended = life["ask"], life["start"], life.get("stop", {})
+    mib = [life.get("before_mib"), life.get("serving_mib") or life.get("mib"), ended.get("mib")]
     counted = " / ".join(map(str, asked["counted"])) if "counted" in asked else "no drafter"
     return " | ".join(
         str(cell)
         for cell in (
-            life["start"]["seconds"],
+            f"{begun.get('answers_after') or '?'} / {begun['seconds']}",
+            {True: "cold", False: "warm"}.get(begun.get("cold"), "?"),
             " / ".join(", ".join(map(str, cards)) if cards else "?" for cards in mib),
-            life["stop"]["seconds"],
+            ended.get("seconds", ""),
             counted,
             asked.get("length", 1),
             asked.get("own_rate", ""),
             asked.get("max_running_requests"),
-            (asked.get("attention") or [None])[0],
+            ", ".join(filter(None, asked.get("attention") or [])),
         )
     )
 
@@ -644,6 +907,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", default=",".join(STEPS), help=f"of {', '.join(STEPS)}")
+    parser.add_argument("--tp", type=int, default=1, help="cards a configuration has")
+    parser.add_argument("--gigabytes", type=float, default=24, help="size of the checkpoint of the step load")
     parser.add_argument("--again", action="store_true", help="also steps that are done")
     parser.add_argument("--standin", action="store_true", help="a stand-in engine")
     arguments = parser.parse_args()
@@ -659,6 +924,8 @@ def main() -> int:
     if not Path("/run/systemd/system").is_dir():
         units.install(programs)
     arguments.cards = len(nvidia_smi("--query-gpu=index"))
+    if arguments.tp > max(1, arguments.cards):
+        parser.error(f"--tp {arguments.tp}: this machine has {arguments.cards} cards")
     results: dict[str, Any] = read_object(WORK / "results.json") or {}
     results["machine"] = {
         "date": time.strftime("%Y-%m-%d"),

@@ -1,12 +1,13 @@
-"""What a machine without a network needs to build one release's environment: wheels in portions, and their lock.
+"""What a machine without a network needs to build releases' environments: wheels in portions, and their locks.
 
-python -m tests.gpu.wheels RELEASE FOLDER OUT [--portion MB]
+python -m tests.gpu.wheels FOLDER OUT RELEASE... [--portion MB]
 
-FOLDER/engine holds the wheels of the release's lock for Python 3.12 (`pip download --require-hashes`), FOLDER/host
+FOLDER/<release> holds the wheels of a release's lock for Python 3.12 (`pip download --require-hashes`), FOLDER/host
 those of hostkit and of the control program, FOLDER/aiperf those of the load generator. OUT gets portions of whole
-wheels, p1, p2, ..., each with SHA256SUMS, and two locks, `lock.txt` of the release and `aiperf.txt`, with three
-differences, which they state at their heads. torch and what it brings come from the machine; what no part of the run
-imports is left out; and large wheels lose the code of other GPUs.
+wheels, p1, p2, ..., each with SHA256SUMS, the first release's before the next one's. With the last of its wheels comes
+a lock, `<release>.txt` or `aiperf.txt`, with three differences, which it states at its head. torch and what it brings
+come from the machine; what no part of the run imports is left out; and large wheels lose the code of other GPUs and
+files that serve nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ LEFT_OUT = {
     *("nvidia-mathdx", "tilelang", "z3-solver", "helion", "humming-kernels", "tokenspeed-triton", "tokenspeed-mla"),
     *("modelscope", "modelscope-hub", "datasets", "smg-grpc-proto", "smg-grpc-servicer", "grpcio"),
     *("grpcio-health-checking", "grpcio-reflection", "py-spy"),
-    *("numba", "llvmlite", "pyarrow", "pandas", "scipy", "lxml"),
+    *("numba", "llvmlite", "pyarrow", "pandas", "scipy", "lxml", "opencv-python-headless", "pynvvideocodec"),
 }
 # Of the load generator: what the machine has, and what it imports only to draw, to search or in a cluster.
 GENERATOR_GIVEN = {"transformers", "tokenizers", "safetensors", "sentencepiece"}
@@ -54,7 +55,12 @@ GENERATOR_LEFT_OUT = {
     *("plotly", "dash", "dash-bootstrap-components", "kaleido", "sqlalchemy", "alembic", "optuna", "textual"),
     *("datasets", "kopf", "kubernetes-asyncio"),
 }
-TRIMMED = {"sglang-kernel"}
+# Wheels that lose GPU code, and files that no part of the run reads: a library for linking, another front end.
+TRIMMED: dict[str, tuple[str, ...]] = {
+    "sglang-kernel": (),
+    "vllm": ("vllm/vllm-rs",),
+    "xgrammar": ("xgrammar/lib/libxgrammar.a",),
+}
 POINTER = "/etc/kimi-rig-torch"
 PORTION_MB = 50
 _BLOCK = re.compile(r"(?m)^(?=[a-z0-9])")
@@ -91,11 +97,11 @@ def pointer_wheel(version: str, folder: Path) -> Path:
     return path
 
 
-def trimmed(source: Path, folder: Path) -> tuple[Path, list[str]]:
+def trimmed(source: Path, folder: Path, left_out: Collection[str]) -> tuple[Path, list[str]]:
     """The trimmed wheel and what was done to it; made once, as it takes minutes."""
     target, told = folder / source.name, folder / f"{source.name}.txt"
     if not told.exists():
-        said = trimmed_wheel(source, target)
+        said = trimmed_wheel(source, target, left_out=left_out)
         told.write_text("\n".join(said))
     return target, told.read_text().splitlines()
 
@@ -126,7 +132,7 @@ def carried(part: Part, folder: Path, made: Path) -> tuple[dict[str, Path], list
             continue
         wheels[name] = path
         if name in TRIMMED:
-            wheels[name], said = trimmed(path, made)
+            wheels[name], said = trimmed(path, made, TRIMMED[name])
             changes += [f"Trimmed: {line}." for line in said]
     return wheels, changes
 
@@ -160,26 +166,26 @@ def portions(wheels: list[Path], limit: int) -> list[list[Path]]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("release")
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("release", nargs="+")
     parser.add_argument("--portion", type=int, default=PORTION_MB, help="MB")
     arguments = parser.parse_args(argv)
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    release = load_catalog().releases[arguments.release]
-    lock = (ROOT / release.lock.format(python="312")).read_text()
     made = out / "made"
     made.mkdir(exist_ok=True)
-    version = read_lock(lock)["torch"]
+    releases = [load_catalog().releases[name] for name in arguments.release]
+    locks = [(ROOT / release.lock.format(python="312")).read_text() for release in releases]
+    (version,) = {read_lock(lock)["torch"] for lock in locks}
     torch = pointer_wheel(version, made)
     pin = f"torch=={version} \\\n    --hash=sha256:{digest(torch)}\n"
     parts = [
-        Part("lock.txt", "engine", lock, GIVEN, LEFT_OUT),
-        Part("aiperf.txt", "aiperf", LOCK.read_text() + pin, GENERATOR_GIVEN, GENERATOR_LEFT_OUT),
+        Part(f"{name}.txt", name, lock, GIVEN, LEFT_OUT) for name, lock in zip(arguments.release, locks, strict=True)
     ]
-    host = {path.name: path for path in sorted((arguments.folder / "host").glob("*.whl"))}
-    others: dict[str, Path] = {}
+    parts.append(Part("aiperf.txt", "aiperf", LOCK.read_text() + pin, GENERATOR_GIVEN, GENERATOR_LEFT_OUT))
+    chosen = {path.name: path for path in sorted((arguments.folder / "host").glob("*.whl"))}
+    travelling: dict[str, set[Path]] = {}
     for part in parts:
         wheels, changes = carried(part, arguments.folder, made)
         wheels["torch"] = torch
@@ -187,21 +193,26 @@ def main(argv: list[str] | None = None) -> int:
             print(f"no wheel in {arguments.folder / part.folder}: {', '.join(sorted(missing))}", file=sys.stderr)
             return 1
         (out / part.name).write_text(derived_lock(part.lock, wheels, changes))
-        others |= {path.name: path for path in wheels.values() if path.name not in host}
-    rest = sorted(others.values(), key=lambda path: path.stat().st_size)
+        travelling[part.name] = {*wheels.values()}
+        # The small ones last: they fill what the large ones leave.
+        chosen |= {
+            path.name: path
+            for path in sorted(wheels.values(), key=lambda path: -path.stat().st_size)
+            if path.name not in chosen
+        }
     for old in out.glob("p[0-9]*"):
         shutil.rmtree(old)
-    for number, group in enumerate(portions([*host.values(), *rest], arguments.portion * 10**6), start=1):
+    groups = portions([*chosen.values()], arguments.portion * 10**6)
+    for name, needed in travelling.items():
+        # A lock comes with the last of its wheels: what is there can be built.
+        max((group for group in groups if needed & {*group}), key=groups.index).append(out / name)
+    for number, group in enumerate(groups, start=1):
         place = out / f"p{number}"
         place.mkdir()
-        for wheel in group:
-            shutil.copy(wheel, place / wheel.name)
-        if number == 1:
-            for part in parts:
-                group.append(out / part.name)
-                shutil.copy(out / part.name, place)
+        for file in group:
+            shutil.copy(file, place / file.name)
         (place / "SHA256SUMS").write_text("".join(f"{digest(file)}  {file.name}\n" for file in group))
-        print(f"{place.name}: {len(group)} files, {sum(wheel.stat().st_size for wheel in group) / 1e6:.1f} MB")
+        print(f"{place.name}: {len(group)} files, {sum(file.stat().st_size for file in group) / 1e6:.1f} MB")
     return 0
 
 

@@ -91,6 +91,10 @@ def test_a_trimmed_wheel_says_so_and_its_record_holds(tmp_path: Path, monkeypatc
     monkeypatch.setattr(fatbin, "section", lambda path: (0, path.stat().st_size))
     said = fatbin.trimmed_wheel(source, target)
     assert said == ["k/ops.abi3.so: 1 pieces of GPU code emptied, 1 kept"]
+    without = tmp_path / "without.whl"
+    assert fatbin.trimmed_wheel(source, without, left_out=["k/ops.abi3.so"]) == ["k/ops.abi3.so: left out"]
+    assert proved(without)
+    assert "k/ops.abi3.so" not in recorded(without)
     assert proved(target)
     content = {name: data for name, (data, _) in recorded(target).items()}
     assert content["k-1.dist-info/METADATA"].startswith(b"Changed: not the published wheel; k/ops.abi3.so: 1 pieces")
@@ -120,21 +124,58 @@ def test_portions_are_whole_wheels_wherever_there_is_room(tmp_path: Path) -> Non
     assert wheels.portions(paths, 70) == [[paths[0], paths[2]], [paths[1]], [paths[3]]]
 
 
-def test_both_backends_have_a_card_of_their_own_where_there_are_two() -> None:
-    assert [len(group) for group in run.pairs(2)] == [2, 2, 2, 2]
-    assert [len(group) for group in run.pairs(1)] == [1] * 8
-    for group in run.pairs(2):
-        assert {variant.gpus for variant in group} == {(0,), (1,)}
-        assert {variant.attention for variant in group} == {"triton", None}
-    assert len({variant.name for group in run.pairs(2) for variant in group}) == 8
+@pytest.mark.parametrize(("cards", "tp", "sizes"), [(1, 1, [1] * 8), (2, 1, [2] * 4), (2, 2, [1] * 8), (8, 2, [4, 4])])
+def test_lives_that_go_on_at_once_have_cards_of_their_own(cards: int, tp: int, sizes: list[int]) -> None:
+    sglang = [entry for entry in run.DRAFTS if entry.startswith("sglang")]
+    groups = run.groups(sglang, cards, tp)
+    assert [len(group) for group in groups] == sizes
+    for group in groups:
+        used = [gpu for variant in group for gpu in variant.gpus]
+        assert len(used) == len(set(used)) == len(group) * tp
+        assert max(used) < cards
+    assert {variant.attention for group in groups for variant in group} == {"triton", None}
+    assert len({variant.name for group in groups for variant in group}) == 8 or (cards, tp) == (8, 2)
+    assert [group[0].attention for group in run.groups(["vllm-base"], cards, tp)] == [None]
 
 
-def test_a_life_is_judged_by_text_counters_and_what_is_left() -> None:
+def test_vllm_counts_what_is_accepted_beyond_the_end_and_sglang_does_not() -> None:
+    counted = {
+        engine: run.counters(run.Variant(f"{engine}-eagle3-custom-current", (0,), None)) for engine in run.RELEASES
+    }
+    assert counted == {"vllm": [34, 102, 51], "sglang": [34, 102, 50]}
+
+
+def test_the_acceptance_length_is_the_one_that_was_measured() -> None:
+    """1.0 and 4.0 in every cell of the runs on H200, but 3.984 with SGLang and answers of 256 tokens."""
+    names = ["sglang-always-triton-tp1-g0, 32", "vllm-always-default-tp1-g0, 1", "sglang-never-x", "vllm-half-x"]
+    assert [run.acceptance_length(name, 85) for name in names] == [4.0, 4.0, 1.0, None]
+    assert [run.acceptance_length(name, 256) for name in names[:2]] == [255 / 64, 4.0]
+
+
+def test_the_table_has_lives_and_switches_and_no_other_answers() -> None:
+    life = {"start": {"seconds": 9}, "ask": {"counted": [1, 3, 3], "length": 4.0}, "stop": {"seconds": 1, "mib": [0]}}
+    switch = {"start": {"seconds": 5, "cold": True, "answers_after": 4.5}, "ask": {}, "mib": [900]}
+    results = {
+        "machine": {"date": "today"},
+        "lives": {"outcome": "ok", "found": {"vllm-base": life, "worker": {"again": {"text": True}}, "processes": []}},
+        "faults": {"outcome": "failed", "why": "Wrong: text", "found": {"ask": {}, "switch to b": switch}},
+    }
+    lines = run.rows(results)
+    assert [line.split(" | ")[0] for line in lines[2:]] == [
+        "| vllm-base",
+        "| switch to b",
+        "faults failed: Wrong: text",
+    ]
+    assert "| 4.5 / 5 | cold | ? / 900 / ? |" in lines[3]
+    assert lines[2].count("|") == lines[0].count("|")
+
+
+def test_a_life_is_validated_by_text_counters_and_what_is_left() -> None:
     good: dict[str, Any] = {
         "ask": {"text": True, "counted": [21, 63, 63], "predicted": [21, 63, 63]},
         "stop": {"mib": [4]},
     }
-    run.judged(good)
+    run.validate(good)
     for change, message in (
         ({"ask": {**good["ask"], "text": False}}, "not the model's"),
         ({"ask": {**good["ask"], "counted": [21, 63, 60]}}, "predicted"),
@@ -142,7 +183,7 @@ def test_a_life_is_judged_by_text_counters_and_what_is_left() -> None:
         ({"error": "Wrong: not accepted"}, "not accepted"),
     ):
         with pytest.raises(run.Wrong, match=message):
-            run.judged({**good, **change})
+            run.validate({**good, **change})
 
 
 def test_the_stand_in_reads_our_units_as_systemd_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
