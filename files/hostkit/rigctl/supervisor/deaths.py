@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from rigctl.supervisor.activity import PROC
 from rigctl.supervisor.ended import KILLED, command
 
 # SGLang 0.5.16 ends 5 s after a process of its own, vLLM at once; a collective may wait for its peer before that.
@@ -32,7 +31,8 @@ class Deaths:
 
     def follow(self, pids: Iterable[int]) -> None:
         """Look after these processes too. Their names are read again: a worker names itself after its start."""
-        for pid in pids:
+        ended = {pid for _, pid, _ in self._ended}  # dead, but its parent has not taken note
+        for pid in (pid for pid in pids if pid not in ended):
             with suppress(OSError):  # it is gone already
                 if pid not in [*self._followed.values()]:
                     descriptor = os.pidfd_open(pid)
@@ -68,10 +68,10 @@ class Deaths:
                 os.close(descriptor)
 
 
-def _status(pid: int, proc: Path = PROC) -> int | None:
+def _status(pid: int) -> int | None:
     """How a process ended, as subprocess has it; None when its parent has taken note already."""
     try:
-        fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE])) if fields[0] in "ZX" else None
     except (OSError, ValueError, IndexError):
         return None
