@@ -19,7 +19,7 @@ def to_result(cell: CellResult, sweep: HostSweep, derived: Derived, host: str, f
         raise ledger.LedgerError(f"{cell.configuration}, {cell.workload}: not a result of sweep {sweep.order.id}")
     workload = next(one for one in sweep.order.workloads if one.id == cell.workload)
     stamp = "".join(c for c in cell.at if c.isalnum()).lower()
-    same = ("at", "status", "cause", "order", "warmup_rounds", "warmup_stable", "rounds", "profile")
+    same = ("at", "status", "cause", "order", "warmup_rounds", "warmup_stable", "rounds", "profile", "load_times")
     try:
         return ledger.Result(
             id=f"{cell.configuration}-{cell.workload}-{stamp}",

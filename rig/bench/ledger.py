@@ -90,6 +90,7 @@ class Result(Part):
     rounds: list[Round] = Field(default_factory=list)
     receipt: dict[str, Any] = Field(default_factory=dict)
     profile: dict[str, float] = Field(default_factory=dict)
+    load_times: dict[str, float] = Field(default_factory=dict)
 
 
 class Acceptance(Part):

@@ -58,6 +58,7 @@ class SceneView:
     latency: Table
     acceptance: Table | None
     break_even: Table | None
+    load_time: Table | None
     diagnoses: Mapping[str, Sequence[Hypothesis]]
 
 
@@ -105,6 +106,7 @@ def scene_view(study: Study, scene: Scene) -> SceneView:
         _latency(points),
         _acceptance(points),
         _break_even(study, scene),
+        _load_time(points),
         _diagnoses(study, scene),
     )
 
@@ -255,6 +257,27 @@ def _break_even_row(study: Study, scene: Scene, one: Drafted) -> list[Cell]:
         Number(one.break_even, 2, own.id, f"break-even over {base.id}"),
         {True: "yes", False: "no", None: "within noise"}[one.pays],
     ]
+
+
+def _load_time(points: Sequence[Point]) -> Table | None:
+    seen = {point.result.configuration.name: point.result for point in points if point.result.load_times}
+    head = ["configuration", "GB"]
+    head += [f"{what}, {state}" for state in ("cold", "warm") for what in ("read, s", "accepted, s", "times the read")]
+    caption = "From start to accepted, with files cold and warm in the page cache, beside a plain read of them"
+    return Table(head, [_load_time_row(result) for result in seen.values()], caption) if seen else None
+
+
+def _load_time_row(result: Result) -> list[Cell]:
+    found = result.load_times
+    cells: list[Cell] = [result.configuration.name, Number(found["bytes"] / 1e9, 1, result.id, "load_times.bytes")]
+    for state in ("cold", "warm"):
+        keys = [f"read_{state}_seconds", f"accepted_{state}_seconds"]
+        if not found.keys() >= {*keys}:
+            cells += ["not in memory", None, None]
+            continue
+        cells += [Number(found[key], 1, result.id, f"load_times.{key}") for key in keys]
+        cells.append(Number(found[keys[1]] / max(found[keys[0]], 1e-3), 2, result.id, ""))
+    return cells
 
 
 def _diagnoses(study: Study, scene: Scene) -> dict[str, Sequence[Hypothesis]]:

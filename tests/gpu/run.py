@@ -50,6 +50,7 @@ from rigctl.contract import layout
 from rigctl.contract.limits import Limits
 from rigctl.contract.sweep import CellResult, HostFacts
 from rigctl.nvidia_smi import nvidia_smi
+from rigctl.page_cache import evict
 from rigctl.supervisor.activity import gpu_memory
 from rigctl.supervisor.engine_client import Engine, Speculation
 from rigctl.supervisor.specification import named
@@ -82,30 +83,7 @@ ATTENTION: dict[str, tuple[str | None, ...]] = {"vllm": (None,), "sglang": ("tri
 SUPERVISION = Limits(sample_seconds=2, drain_seconds=10, stop_seconds=30, restart_delay_seconds=2, gpu_wait_seconds=90)
 # The flag that names the largest CUDA graph of a decode step.
 GRAPHS = {"vllm": "max-cudagraph-capture-size", "sglang": "cuda-graph-max-bs-decode"}
-# How engines can read a checkpoint, and the runs of the step `load` in order of their worth.
-MULTITHREADED = {"model-loader-extra-config": {"enable_multithread_load": True, "num_threads": 8}}
-READERS: dict[str, dict[str, dict[str, Any]]] = {
-    "vllm": {
-        "as shipped": {},
-        "multithreaded": MULTITHREADED,
-        "prefetch": {"safetensors-load-strategy": "prefetch"},
-        "eager": {"safetensors-load-strategy": "eager"},
-        "fastsafetensors": {"load-format": "fastsafetensors"},
-    },
-    "sglang": {
-        "as shipped": {},
-        "single": {"model-loader-extra-config": {"enable_multithread_load": False}},
-        "prefetch": {"weight-loader-prefetch-checkpoints": True},
-    },
-}
-LOADS = [
-    *(("vllm", "as shipped", state) for state in ("cold", "warm")),
-    *(("sglang", "as shipped", state) for state in ("cold", "warm")),
-    *(("vllm", reader, state) for reader in ("multithreaded", "prefetch") for state in ("cold", "warm")),
-    *(("vllm", reader, "warm") for reader in ("fastsafetensors", "eager")),
-    ("sglang", "prefetch", "cold"),
-    ("sglang", "single", "warm"),
-]
+LARGE = ROOT / "inventory/overlays/gpu-large.yaml"
 ENGINES = re.compile(r"sglang[.:]|vllm[.:]|VLLM::|standin\.py")
 HOLD_MIB = 8192
 HOLD = """
@@ -132,8 +110,6 @@ class Variant:
     """Leaves the number of running requests to the engine."""
     streams: int | None = None
     """Requests that run at once, and the largest CUDA graph; None: what the overlay says."""
-    flags: tuple[tuple[str, Any], ...] = ()
-    """Further flags of the engine."""
 
     @property
     def engine(self) -> str:
@@ -153,7 +129,7 @@ class Variant:
 def configuration(plan: HostPlan, variant: Variant) -> Configuration:
     """The catalogue entry, reduced to the cards of this run."""
     entry = plan.serving[variant.entry]
-    flags = {key: value for key, value in entry.flags.items() if key != "attention-backend"} | dict(variant.flags)
+    flags = {key: value for key, value in entry.flags.items() if key != "attention-backend"}
     if variant.attention:
         flags["attention-backend"] = variant.attention
     if variant.streams:
@@ -191,9 +167,9 @@ def write_files(plan: HostPlan) -> None:
         Path(path).write_text(text)
 
 
-def plan_of(variants: Iterable[Variant], *, standin: bool, data: dict[str, Any] | None = None) -> HostPlan:
+def plan_of(variants: Iterable[Variant], *, standin: bool) -> HostPlan:
     """The plan of this machine with the variants as its configurations."""
-    plan = plan_from_facts({**group_data(), **(data or host_data())}, read_facts())
+    plan = plan_from_facts({**group_data(), **host_data()}, read_facts())
     serving = {variant.name: configuration(plan, variant) for variant in variants}
     environments = dict(plan.environments)
     if standin:
@@ -218,7 +194,7 @@ def host_data() -> dict[str, Any]:
     """What this machine's inventory says: the engines whose locks have come so far."""
     there = [engine for engine, release in RELEASES.items() if (CARRY / f"{release}.txt").exists()]
     return {
-        "catalogue_overlay": "gpu-proof.yaml",
+        "catalogue_overlay": LARGE.name if LARGE.exists() else "gpu-proof.yaml",
         "configurations": [entry for entry in DRAFTS if entry.partition("-")[0] in there],
         "base_packages": [],
         "wheels": str(CARRY),
@@ -656,83 +632,33 @@ def overhead(entry: str) -> Step:
     return step
 
 
-def loads(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
-    """How long a large checkpoint takes from start to accepted, by reader, with cold and warm page cache.
+def large(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+    """A large checkpoint in the tiny target's place, for this step and those after it, and a switch on it.
 
-    Beside it: reading its files at the disk's and at memory's speed, `rigctl warm`, and a switch with and without it.
+    The sweeps `load-vllm` and `load-sglang` measure how long it takes to load.
     """
     path = Path("/data/large")
-    if not arguments.standin and not path.exists():
+    if not path.exists():
         found["made"] = run("python3", str(ROOT / "tests/gpu/large.py"), str(path), str(arguments.gigabytes)).strip()
     overlay = yaml.safe_load((ROOT / "inventory/overlays/gpu-proof.yaml").read_text())
-    if not arguments.standin:
-        unlike = dict.fromkeys(("digests", "bytes", "shape"))
-        overlay["checkpoints"]["kimi-k2.5-int4"] = {"path": str(path), "source": {"kind": "directory"}, **unlike}
-    (ROOT / "inventory/overlays/gpu-large.yaml").write_text(yaml.safe_dump(overlay))
-    data = {**host_data(), "catalogue_overlay": "gpu-large.yaml"}
+    unlike = dict.fromkeys(("digests", "bytes", "shape"))
+    overlay["checkpoints"]["kimi-k2.5-int4"] = {"path": str(path), "source": {"kind": "directory"}, **unlike}
+    LARGE.write_text(yaml.safe_dump(overlay))
     shutil.rmtree(WORK / "inventory-large", ignore_errors=True)
-    hosts = inventory(WORK / "inventory-large", **data)
+    hosts = inventory(WORK / "inventory-large", **host_data())
     for stage in ("checkpoints", "units"):
         run(*pyinfra(hosts, f"tasks/{stage}.py", "-y"))
-    plan = plan_of([Variant("vllm-base", (0,), None, streams=16)], standin=arguments.standin, data=data)
-    target = next(iter(plan.serving.values())).target
-    files = sorted(Path(plan.checkpoint_paths[target]).glob("*.safetensors"))
-    found["gigabytes"] = round(sum(file.stat().st_size for file in files) / 1e9, 2)
-    evict(files)
-    found["read_cold"], found["read_warm"] = read_seconds(files), read_seconds(files)
-    found["lives"] = {}
-    for engine, reader, state in LOADS:
-        entry = f"{engine}-base"
-        variant = Variant(entry, (0,), None, streams=16, flags=tuple(READERS[engine][reader].items()))
-        plan = plan_of([variant], standin=arguments.standin, data=data)
-        write_files(plan)
-        if state == "cold":
-            evict(files)
-        else:
-            read_seconds(files)
-        life = served(variant)
-        log = (units.STATE / f"kimi-{variant.name}.service.log").read_text(errors="replace")
-        life["engine_says"] = re.findall(r"(?:Loading weights took|Load weight end.*?elapsed=) ?([\d.]+)", log)[-1:]
-        found["lives"][f"{engine}, {reader}, {state}"] = life
-    switches(found, files, data, standin=arguments.standin)
-
-
-def switches(found: dict[str, Any], files: Sequence[Path], data: dict[str, Any], *, standin: bool) -> None:
-    """From SGLang to vLLM with a cold page cache, as it is and with `rigctl switch --warm`."""
+    # From SGLang to vLLM with a cold page cache, as it is and with `rigctl switch --warm`.
     before, after = Variant("sglang-base", (0,), None, streams=16), Variant("vllm-base", (0,), None, streams=16)
-    write_files(plan_of([before, after], standin=standin, data=data))
+    write_units([before, after], standin=arguments.standin)
     for name, options in (("switch", []), ("switch --warm", ["--warm"])):
         start(before)
-        evict(files)
+        for file in path.iterdir():
+            evict(file)
         begin = time.monotonic()
         said = run(layout.RIGCTL, "switch", *options, after.name)
         found[name] = {"seconds": round(time.monotonic() - begin, 1), "said": said.splitlines()[-30:]}
-        stopped = units.read(f"kimi-{before.name}.service").get("StoppedAt")
-        found[name]["down"] = round(time.time() - float(stopped), 1) if stopped else None
         stop(after)
-
-
-def evict(files: Iterable[Path]) -> None:
-    """Take files out of the page cache."""
-    for path in files:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def read_seconds(files: Sequence[Path]) -> float:
-    """Read files to their end, four at a time."""
-
-    def read(path: Path) -> None:
-        buffer = bytearray(8 << 20)
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-
-    begin = time.monotonic()
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(read, files))
-    return round(time.monotonic() - begin, 2)
 
 
 def generator(_: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -826,7 +752,9 @@ STEPS: dict[str, Step] = {
     "vllm-overhead": overhead("vllm-base"),
     "sglang-overhead": overhead("sglang-base"),
     "generator": generator,
-    "load": loads,
+    "large": large,
+    "load-vllm": sweep("load-vllm", ["vllm-base"], streams=16),
+    "load-sglang": sweep("load-sglang", ["sglang-base"], streams=16),
     # Both engines side by side. Answers of one length, whatever the text.
     "engines": sweep(
         "quick",
@@ -908,7 +836,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", default=",".join(STEPS), help=f"of {', '.join(STEPS)}")
     parser.add_argument("--tp", type=int, default=1, help="cards a configuration has")
-    parser.add_argument("--gigabytes", type=float, default=24, help="size of the checkpoint of the step load")
+    parser.add_argument("--gigabytes", type=float, default=24, help="size of the checkpoint of the step large")
     parser.add_argument("--again", action="store_true", help="also steps that are done")
     parser.add_argument("--standin", action="store_true", help="a stand-in engine")
     arguments = parser.parse_args()

@@ -38,9 +38,19 @@ JSON = st.recursive(
     max_leaves=5,
 )
 # Keys that a cell or a host's facts may lack, because not every engine and host has them.
-OPTIONAL = {"cause", "warmup_stable", "profile", "order", "warmup_rounds", "error_summary", "observed", "format"}
+OPTIONAL = {
+    "cause",
+    "warmup_stable",
+    "profile",
+    "load_times",
+    "order",
+    "warmup_rounds",
+    "error_summary",
+    "observed",
+    "format",
+}
 OPTIONAL |= {"layers", "layer_ids", "drafts", "drafted", "accepted", "accepted_at", "own_rate", "prompt_tokens"}
-OPTIONAL |= {"preemptions", "samples", "gpus", "driver", "kv_use_max", "own_length_mean"}
+OPTIONAL |= {"preemptions", "samples", "gpus", "driver", "kv_use_max", "own_length_mean", "load_times"}
 OPTIONAL |= {f"{name}_{what}" for name in ("running", "waiting") for what in ("max", "mean")}
 
 
@@ -86,7 +96,7 @@ def test_a_mutated_order_is_refused_or_still_an_order(data: st.DataObject) -> No
 
 @pytest.mark.parametrize(("kind", "document"), ORDERS)
 def test_no_missing_or_unknown_key_and_no_wrong_type_is_accepted(kind: type[Order], document: dict[str, Any]) -> None:
-    free = {"receipt", "prompts", "models", "cells", "profile"}  # their keys are names
+    free = {"receipt", "prompts", "models", "cells", "profile", "load_times"}  # their keys are names
     for path in places(document):
         if path[0] in free or path[-1] in OPTIONAL or isinstance(path[-1], int):
             continue

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from rigctl.errors import RigctlError
+from rigctl.page_cache import BLOCK, evict
 from rigctl.services import switching, warming
 from rigctl.supervisor.specification import Specification
 from tests.unit.serving import specification
 
-SIZE = 3 * warming.BLOCK + 100
+SIZE = 3 * BLOCK + 100
 
 
 class Host:
@@ -49,8 +50,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 def dropped(one: Specification) -> int:
     """Take its files out of the page cache; what is left there."""
     for path in warming.files(one):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        evict(path)
     return sum(map(warming.cached, warming.files(one)))
 
 

@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import requests
 
-from rigctl.bench import counters, load, profile
+from rigctl.bench import counters, load, load_time, profile
 from rigctl.bench.prompts import WORDS, requests_of
 from rigctl.contract.order import ContractError
 from rigctl.contract.sweep import CellResult, Round, Sweep, Workload, cell_file
@@ -146,6 +147,7 @@ def _put_back(units: list[str]) -> None:
 def _configuration(run: Run, specification: Specification, workloads: list[Workload]) -> None:
     engine = Engine(specification, api_key())
     refused: NotAccepted | None = None
+    loading: dict[str, float] = {}
     order = 0
     try:
         for workload in workloads:
@@ -155,6 +157,11 @@ def _configuration(run: Run, specification: Specification, workloads: list[Workl
                     raise refused
                 if not _active(specification.unit):
                     run.say(f"{specification.name}: starting")
+                if run.sweep.load_time and not loading:
+                    run.say(f"{specification.name}: starting, cold and warm")
+                    loading = load_time.measure(
+                        specification, partial(_start, specification), partial(_stop_unit, specification.unit)
+                    )
                 if _start(specification):
                     order = 0
                     run.start_seconds.append(time.monotonic() - begun)
@@ -162,7 +169,9 @@ def _configuration(run: Run, specification: Specification, workloads: list[Workl
                 order += 1
                 with _round_directory(run) as directory:
                     measured = _cell(run, engine, workload, directory)
-                result = _result(specification.name, workload.id, specification.digest, order=order, **measured)
+                result = _result(
+                    specification.name, workload.id, specification.digest, order=order, load_times=loading, **measured
+                )
                 run.cell_seconds.append(time.monotonic() - begun)
             except (CellFailed, ContractError) as error:
                 refused = error if isinstance(error, NotAccepted) else refused
@@ -173,7 +182,11 @@ def _configuration(run: Run, specification: Specification, workloads: list[Workl
     finally:
         run.starts_left -= 1
         run.say(f"{specification.name}: stopping")
-        subprocess.run(["systemctl", "stop", specification.unit], check=False)
+        _stop_unit(specification.unit)
+
+
+def _stop_unit(unit: str) -> None:
+    subprocess.run(["systemctl", "stop", unit], check=False)
 
 
 def _result(configuration: str, workload: str, digest: str, **found: Any) -> CellResult:

@@ -68,6 +68,8 @@ class Measuring(Part):
     """Limit of one request."""
     profile: bool = False
     """Ask the engine's profiler for the share of AllReduce in decoding, where it and the GPUs allow."""
+    load_time: bool = False
+    """Before its first cell, start each configuration with its files cold and warm in the page cache."""
 
 
 def _sweep_of_format_0(document: Document) -> Document:
@@ -77,7 +79,7 @@ def _sweep_of_format_0(document: Document) -> Document:
     others = {key: value for key, value in document.items() if key != "settings"}
     if both := others.keys() & {"warmup", *settings}:
         raise ValueError(f"{', '.join(sorted(both))}: of a later format, or twice")
-    return {**others, **settings, "warmup": warmup}
+    return {**others, **settings, "warmup": warmup, "load_time": False}
 
 
 class Sweep(Order, Measuring):
@@ -247,6 +249,8 @@ class CellResult(Order):
     """The load generator with its version."""
     rounds: list[Round]
     profile: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+    load_times: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+    """How its configuration started (rigctl/bench/load_time.py)."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -7,7 +7,6 @@ since it would read them again after a crash.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,10 +17,10 @@ import psutil
 
 from rigctl.checkpoints.progress import Progress, Reporter, human_bytes
 from rigctl.errors import RigctlError
+from rigctl.page_cache import blocks, cached, files_below
 from rigctl.services.systemd import properties
 from rigctl.supervisor.specification import Specification, installed, named
 
-BLOCK = 4 << 20
 RESERVE_SHARE = 0.05  # of the host's memory; for what engine and system take meanwhile
 SAY_SECONDS = 5.0
 
@@ -50,7 +49,7 @@ def warm(specification: Specification) -> int:
     with _reported(progress):
         for path in paths:
             progress.file_starts(path.name, path.stat().st_size)
-            for size in _blocks(path):
+            for size in blocks(path):
                 progress.advance(size)
                 if psutil.virtual_memory().available < reserve_of_host():
                     raise RigctlError(f"{specification.name}: memory became short; the rest is not read")
@@ -61,21 +60,7 @@ def warm(specification: Specification) -> int:
 
 def files(specification: Specification) -> list[Path]:
     """The files of its checkpoints."""
-    places = filter(None, (specification.target_path, specification.drafter_path))
-    return sorted({path.resolve() for place in places for path in Path(place).rglob("*") if path.is_file()})
-
-
-def cached(path: Path) -> int:
-    """How many bytes of a file are in the page cache, by one byte of each block; reading them would not wait."""
-    found, size = 0, path.stat().st_size
-    with path.open("rb") as file:
-        for offset in range(0, size, BLOCK):
-            try:
-                os.preadv(file.fileno(), [bytearray(1)], offset, os.RWF_NOWAIT)
-            except OSError:  # it is not, or this file system cannot tell
-                continue
-            found += min(BLOCK, size - offset)
-    return found
+    return files_below([specification.target_path, specification.drafter_path])
 
 
 def reserve_of_host() -> int:
@@ -93,14 +78,6 @@ def reserve(specification: Specification) -> int:
         for path in files(other)
     }
     return reserve_of_host() + sum(cached(path) for path in kept - mine)
-
-
-def _blocks(path: Path) -> Iterator[int]:
-    """Read a file for the page cache; the size of each block."""
-    buffer = bytearray(BLOCK)
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            yield size
 
 
 @contextmanager
