@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import struct
 import zipfile
 from pathlib import Path
@@ -150,6 +151,12 @@ def test_the_acceptance_length_is_the_one_that_was_measured() -> None:
     names = ["sglang-always-triton-tp1-g0, 32", "vllm-always-default-tp1-g0, 1", "sglang-never-x", "vllm-half-x"]
     assert [run.acceptance_length(name, 85) for name in names] == [4.0, 4.0, 1.0, None]
     assert [run.acceptance_length(name, 256) for name in names[:2]] == [255 / 64, 4.0]
+
+
+def test_the_page_shows_vllm_s_run_as_it_was() -> None:
+    page = (run.ROOT / "docs/lab/gpu.md").read_text()
+    recorded = json.loads((run.ROOT / "tests/fixtures/gpu/h200-vllm.json").read_text())
+    assert "\n".join(run.rows(recorded)) in page
 
 
 def test_the_table_has_lives_and_switches_and_no_other_answers() -> None:
