@@ -64,11 +64,11 @@ def environment(tool: str, before: Mapping[str, str], files: tuple[str, ...] = (
 def _settings(tool: str, text: str) -> Iterator[tuple[str, str]]:
     """Settings of one file. Raises ValueError or configparser.Error for a file that cannot be read."""
     if tool == "pip":
-        parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
+        parser = configparser.RawConfigParser(strict=False)
         parser.read_string(text)
         for section in ("global", "install"):
             for key, value in parser.items(section) if parser.has_section(section) else ():
-                yield key.replace("_", "-"), " ".join((value or "").split())
+                yield key.replace("_", "-"), " ".join(value.split())
         return
     import tomllib  # noqa: PLC0415  # not in the older Python that may run this for pip
 
