@@ -508,15 +508,18 @@ def _said(value: int | None) -> str:
 
 
 def _check_checkpoints(catalog: Catalog, document: Document) -> Iterator[Finding]:
-    for name, checkpoint in catalog.checkpoints.items():
-        for target in checkpoint.targets:
-            if target not in catalog.checkpoints:
-                at = str(document.place((name, "targets")))
-                yield Finding(at, "checkpoints", (name, "targets"), f"there is no checkpoint {target}")
-    for name, other in overlapping({name: entry.path for name, entry in catalog.checkpoints.items()}):
-        at = str(document.place((name, "path")))
-        where = f"lies in {catalog.checkpoints[name].path}, and so does {other} ({catalog.checkpoints[other].path})"
-        yield Finding(at, "checkpoints", (name, "path"), f"{where}: each checkpoint has a directory of its own")
+    entries = catalog.checkpoints
+    wrong = [
+        (name, "targets", f"there is no checkpoint {target}")
+        for name, entry in entries.items()
+        for target in entry.targets
+        if target not in entries
+    ]
+    for name, other in overlapping({name: entry.path for name, entry in entries.items()}):
+        where = f"lies in {entries[name].path}, and so does {other} ({entries[other].path})"
+        wrong.append((name, "path", f"{where}: each checkpoint has a directory of its own"))
+    for name, key, message in wrong:
+        yield Finding(str(document.place((name, key))), "checkpoints", (name, key), message)
 
 
 def _check_manifests(catalog: Catalog, document: Document, folder: Path) -> Iterator[Finding]:

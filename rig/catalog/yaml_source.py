@@ -63,7 +63,8 @@ class Document:
         result = Document(dict(self.data), dict(self.places))
         for name, value in over.data.items():
             mine = self.data.get(name)
-            if _mergeable(mine, value):
+            both = isinstance(mine, Mapping) and isinstance(value, Mapping)
+            if both and value.get("kind", self.data[name].get("kind")) == self.data[name].get("kind"):
                 child = self.section(name).merged(over.section(name))
             else:
                 child = Document(value, over.section(name).places)
@@ -74,11 +75,6 @@ class Document:
                 result.data[name] = child.data
                 result.places |= {(name, *path): place for path, place in child.places.items()}
         return result
-
-
-def _mergeable(mine: Any, value: Any) -> bool:
-    both = isinstance(mine, Mapping) and isinstance(value, Mapping)
-    return both and value.get("kind", mine.get("kind")) == mine.get("kind")
 
 
 _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")

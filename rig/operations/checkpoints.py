@@ -96,7 +96,9 @@ def drafters_fit(order: DrafterPairs) -> Commands:
         yield from refuse("; ".join(str(one["error"]) for one in refused))
         return
     for one in found:
-        note(f"{one['name']}: {one['error'] or _fit_in_words(one)}")
+        verdict = one["verdict"] or {}
+        ids = f"; layer ids {json.dumps(verdict.get('keys'))} are written beside it" if one["overlay"] else ""
+        note(f"{one['name']}: {one['error'] or verdict['verdict'] + ids}")
     if not found:
         note("drafters are judged once they are there")
     yield script(f"{judge.replace(' pairs ', ' pairs --write ', 1)} >/dev/null")
@@ -110,12 +112,6 @@ def _warn(found: list[dict[str, Any]]) -> None:
             warnings.setdefault(text, []).append(one["name"])
     for text, names in warnings.items():
         notice(f"{', '.join(names)}: {text}")
-
-
-def _fit_in_words(found: dict[str, Any]) -> str:
-    verdict = found["verdict"]
-    ids = "" if found["overlay"] is None else f"; layer ids {json.dumps(verdict['keys'])} are written beside it"
-    return f"{verdict['verdict']}{ids}"
 
 
 def _is_wanted(name: str, entry: Checkpoint, state: dict[str, Any]) -> bool:
@@ -142,11 +138,8 @@ def _fault(name: str, entry: Checkpoint, path: str, state: dict[str, Any]) -> st
 
 
 def _state(lines: list[str]) -> dict[str, Any]:
-    for line in lines:
-        if line.startswith("{"):
-            found: dict[str, Any] = json.loads(line)
-            return found
-    return {}
+    found: dict[str, Any] = next((json.loads(line) for line in lines if line.startswith("{")), {})
+    return found
 
 
 def _what_happens(entry: Checkpoint, state: dict[str, Any], there: bool, here: bool) -> str:

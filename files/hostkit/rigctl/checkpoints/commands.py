@@ -73,17 +73,9 @@ def _stage(arguments: argparse.Namespace) -> int:
     if manifest is None:
         raise RigctlError(f"{arguments.name}: the size of what is generated is known only when it is made")
     plan = job.plan(manifest)
-    _print(arguments, plan.to_json(), plan.line())
+    _print(arguments, {**vars(plan), "bytes_needed": plan.bytes_needed}, plan.line())
     job.refuse_without_space(plan)
     return 0
-
-
-def _repair(arguments: argparse.Namespace) -> int:
-    return _job(arguments, lambda job: job.repair(in_place=arguments.in_place))
-
-
-def _adopt(arguments: argparse.Namespace) -> int:
-    return _job(arguments, lambda job: job.adopt())
 
 
 def _job(arguments: argparse.Namespace, work: Callable[[Job], Outcome]) -> int:
@@ -260,10 +252,6 @@ def _verdict(arguments: argparse.Namespace, drafter: Path) -> fit.Verdict:
     return fit.check(arguments.target, drafter, engine, arguments.context, training, name=name)
 
 
-def _fit(arguments: argparse.Namespace) -> int:
-    return _show_fit(arguments, arguments.drafter, {}, [])
-
-
 def _overlay(arguments: argparse.Namespace) -> int:
     """Write the overlay and check the pair as the engine will then see it."""
     keys = _verdict(arguments, arguments.drafter).keys
@@ -325,11 +313,15 @@ ACTIONS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Options]] = {
         {**OF_JOB, "--plan": {**SWITCH, "help": "say what would be fetched, fetch nothing"}},
     ),
     "repair": (
-        _repair,
+        lambda arguments: _job(arguments, lambda job: job.repair(in_place=arguments.in_place)),
         "Verify in full and fetch only what is wrong.",
         {**OF_JOB, "--in-place": {**SWITCH, "help": "allow writing into a directory that is not ours"}},
     ),
-    "adopt": (_adopt, "Verify a directory that is there and record it; it is never changed.", OF_JOB),
+    "adopt": (
+        lambda arguments: _job(arguments, lambda job: job.adopt()),
+        "Verify a directory that is there and record it; it is never changed.",
+        OF_JOB,
+    ),
     "follow": (_follow, "Show a running job until it ends; exit code as the job's.", {**NAME, **EVERY}),
     "status": (_status, "State, size, revision and last verification of each checkpoint.", NAMES),
     "verify": (_verify, "Quick check against the last full one, or --full by digest.", {**NAMES, "--full": SWITCH}),
@@ -339,7 +331,11 @@ ACTIONS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Options]] = {
         "Check shards, index, tokenizer and code files, by headers.",
         {"directory": {"type": Path}, "--kind": {"choices": ("target", "drafter"), "default": "target"}},
     ),
-    "fit": (_fit, "Check a drafter against its target on an engine release.", OF_PAIR),
+    "fit": (
+        lambda arguments: _show_fit(arguments, arguments.drafter, {}, []),
+        "Check a drafter against its target on an engine release.",
+        OF_PAIR,
+    ),
     "overlay": (
         _overlay,
         "Make a drafter directory with the layer ids this engine must read.",

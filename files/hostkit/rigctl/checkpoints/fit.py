@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from rigctl.checkpoints import headers
 from rigctl.checkpoints.headers import BadFile, Tensor
 from rigctl.checkpoints.overlay import merged
+from rigctl.checkpoints.structure import told
 from rigctl.contract.eagle3_conventions import KEY, MHA, MISMATCH, MLA, SPECULATORS, Engine, trained_input_ids
 from rigctl.contract.served_checkpoints import Training
 from rigctl.errors import RigctlError
@@ -59,7 +61,6 @@ class Verdict:
 class Model:
     """A config (the text part for multimodal ones) and the tensors of the headers."""
 
-    root: Path
     config: dict[str, Any]
     tensors: dict[str, Tensor]
 
@@ -88,7 +89,7 @@ def read_model(root: Path, *, with_tensors: bool) -> Model:
             if twice := sorted(tensors.keys() & found.keys()):
                 raise BadFile(f"{shard.name}: tensor {twice[0]} is in {tensors[twice[0]].file.name} too")
             tensors |= found
-    return Model(root, config, tensors)
+    return Model(config, tensors)
 
 
 def check(  # noqa: PLR0913 a pair and what it is to be used for
@@ -164,20 +165,23 @@ def _widths(verdict: Verdict, main: Model, draft: Model) -> None:
         return
     wanted: dict[str, tuple[int | None, int]] = {"lm_head.weight": (None, own), "embed_tokens.weight": (whole, own)}
     if heads and verdict.architecture in MHA:
-        width = draft.number("head_dim") or own // heads
-        keys = (draft.number("num_key_value_heads") or heads) * width
-        rows = {"q": heads * width, "k": keys, "v": keys}
+        each = draft.number("head_dim") or own // heads
+        keys = (draft.number("num_key_value_heads") or heads) * each
+        rows = {"q": heads * each, "k": keys, "v": keys}
         wanted |= {f"{LAYER}.{name}_proj.weight": (size, 2 * own) for name, size in rows.items()}
-        wanted[f"{LAYER}.o_proj.weight"] = (own, heads * width)
-    for suffix, (rows_wanted, columns) in wanted.items():
-        for name, tensor in draft.tensors.items():
-            if not f".{name.replace('layers.0', 'midlayer')}".endswith(f".{suffix}"):
-                continue
-            if len(tensor.shape) != 2 or tensor.shape[1] != columns or rows_wanted not in (None, tensor.shape[0]):
-                verdict.refuse.append(
-                    f"{name} is {list(tensor.shape)}, config.json makes it [{rows_wanted or 'rows'}, {columns}]: "
-                    "weights and config are not of one drafter"
-                )
+        wanted[f"{LAYER}.o_proj.weight"] = (own, heads * each)
+    found = [
+        (name, tensor.shape, size)
+        for suffix, size in wanted.items()
+        for name, tensor in draft.tensors.items()
+        if f".{name.replace('layers.0', 'midlayer')}".endswith(f".{suffix}")
+    ]
+    verdict.refuse += [
+        f"{name} is {list(shape)}, config.json makes it [{height or 'rows'}, {width}]: weights and config are "
+        "not of one drafter"
+        for name, shape, (height, width) in found
+        if len(shape) != 2 or shape[1] != width or height not in (None, shape[0])
+    ]
 
 
 def _architecture(verdict: Verdict, draft: Model, engine: Engine) -> None:
@@ -197,11 +201,6 @@ def _architecture(verdict: Verdict, draft: Model, engine: Engine) -> None:
     )
     backend = "a plain-attention drafter on an MLA target needs an attention backend of its own"
     verdict.note += told((name in MHA and engine.name == "vllm", backend))
-
-
-def told(*found: tuple[object, str]) -> list[str]:
-    """The texts of what holds."""
-    return [text for holds, text in found if holds]
 
 
 def _shape(draft: Model, suffix: str) -> tuple[int, ...] | None:
@@ -226,10 +225,8 @@ def _hidden_size(verdict: Verdict, main: Model, draft: Model) -> None:
 
 
 def _find(draft: Model, *suffixes: str) -> Tensor | None:
-    for name, tensor in draft.tensors.items():
-        if any(name == suffix or name.endswith(f".{suffix}") for suffix in suffixes):
-            return tensor
-    return None
+    ends = tuple(f".{suffix}" for suffix in suffixes)
+    return next((tensor for name, tensor in draft.tensors.items() if f".{name}".endswith(ends)), None)
 
 
 def _vocabulary(verdict: Verdict, main: Model, draft: Model, engine: Engine) -> None:
@@ -376,25 +373,17 @@ def _context(verdict: Verdict, draft: Model, engine: Engine, context: int) -> No
 
 
 def _provenance(verdict: Verdict, draft: Model, target: str, training: Training) -> None:
-    if training.target is not None and training.target != target:
-        verdict.warn.append(f"trained for {training.target}, used with {target}; {MISMATCH}")
-    for key, said in sorted(training.notes.items()):
-        found = draft.config.get(key)
-        if key in draft.config and found != said:
-            verdict.note.append(f"the notes say {key} {said}, the config says {found}")
-    own = draft.number("num_hidden_layers")
-    present = _layer_count(draft)
-    if own is not None and present and own != present:
-        verdict.note.append(f"config.json says {own} layers, the weights have {present}")
+    other = training.target not in (None, target)
+    verdict.warn += told((other, f"trained for {training.target}, used with {target}; {MISMATCH}"))
+    own, present = draft.number("num_hidden_layers"), _layer_count(draft)
+    notes = [(key, said, draft.config.get(key, said)) for key, said in sorted(training.notes.items())]
+    verdict.note += told(
+        *((found != said, f"the notes say {key} {said}, the config says {found}") for key, said, found in notes),
+        (present and own not in (None, present), f"config.json says {own} layers, the weights have {present}"),
+    )
 
 
 def _layer_count(draft: Model) -> int:
     """Decoder layers in the weights: `midlayer` is one, `layers.N` count by N."""
-    numbers = set()
-    for name in draft.tensors:
-        parts = name.split(".")
-        if "midlayer" in parts:
-            numbers.add("mid")
-        if "layers" in parts and parts.index("layers") + 1 < len(parts):
-            numbers.add(parts[parts.index("layers") + 1])
-    return len(numbers)
+    found = (re.search(r"(^|\.)(midlayer|layers\.[^.]+)", name) for name in draft.tensors)
+    return len({match[2] for match in found if match})

@@ -77,11 +77,11 @@ def parse(content: Any, where: str) -> Record:
         ) from error
 
 
+@dataclass(frozen=True)
 class State:
     """The state directory: records, job states and locks."""
 
-    def __init__(self, root: Path = STATE_DIRECTORY) -> None:
-        self.root = root
+    root: Path = STATE_DIRECTORY
 
     def record_path(self, name: str) -> Path:
         return self.root / f"{check_name(name)}.json"
@@ -98,9 +98,7 @@ class State:
 
     def load(self, name: str) -> Record | None:
         place = self.record_path(name)
-        if not place.exists():
-            return None
-        return parse(read_json(place, "record"), str(place))
+        return parse(read_json(place, "record"), str(place)) if place.exists() else None
 
     def require(self, name: str) -> Record:
         """The record, or a RigctlError that says what to do."""
@@ -143,5 +141,4 @@ def extra_beside(directory: object, names: list[str]) -> RigctlError:
 
 def from_environment() -> State:
     """The state directory: $RIGCTL_CHECKPOINTS, systemd's $STATE_DIRECTORY, or the default."""
-    chosen = os.environ.get("RIGCTL_CHECKPOINTS")
-    return State(Path(chosen)) if chosen else State()
+    return State(Path(os.environ.get("RIGCTL_CHECKPOINTS") or STATE_DIRECTORY))

@@ -155,10 +155,7 @@ class Sink:
 
     def validator(self) -> str | None:
         """What identified the source's version of this file when the part was begun (an ETag), if known."""
-        try:
-            return self._note.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
+        return self._note.read_text(encoding="utf-8") if self._note.exists() else None
 
     def remember(self, validator: str) -> None:
         """Keep the source's ETag beside the part."""

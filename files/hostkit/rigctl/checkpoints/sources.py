@@ -90,10 +90,6 @@ class Local(Origin):
         except OSError as error:
             raise SourceWrong(f"{place} cannot be read: {error.strerror}") from error
 
-    def probe(self, entry: File) -> float:
-        """Not measured: the disks decide."""
-        return 0.0
-
 
 class Rsync(Origin):
     """A directory of another host over SSH, by rsync (files resume inside)."""

@@ -9,12 +9,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from rigctl.checkpoints import structure, verify
-from rigctl.checkpoints.http import GaveUp, Refused, UnansweredError
+from rigctl.checkpoints.http import GaveUp, HttpFetcher, Refused, UnansweredError
 from rigctl.checkpoints.paths import make_parents, remove_tree
 from rigctl.checkpoints.progress import Progress, human_bytes, human_seconds
 from rigctl.checkpoints.record import Record, State, extra_beside, fault, quick_report
@@ -54,9 +53,6 @@ class Plan:
     def bytes_needed(self) -> int:
         return self.bytes_total - self.bytes_here
 
-    def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "bytes_needed": self.bytes_needed}
-
     def line(self) -> str:
         pace = f"{human_bytes(self.rate)}/s" if self.rate else "not measured"
         return (
@@ -93,6 +89,7 @@ class Job:
         self._limiter = Limiter(order.bandwidth_limit)
         self._line_is_down = threading.Event()
         self._replaces = False
+        self._read = partial(progress.advance, fetched=False)
 
     @cached_property
     def source(self) -> FileSource | TreeSource:
@@ -288,9 +285,6 @@ class Job:
         self.state.save(record)
         return record
 
-    def _read(self, count: int) -> None:
-        self.progress.advance(count, fetched=False)
-
     # -- fetching ------------------------------------------------------------------------------------------
 
     def plan(self, manifest: Manifest, probe: bool = True) -> Plan:
@@ -299,7 +293,7 @@ class Job:
         free, inodes = free_space(self.destination.parent)
         needed = manifest.total - here
         rate: float | None = self.order.bandwidth_limit
-        if rate is None and probe and needed >= PROBE_FROM and isinstance(self.source, FileSource):
+        if rate is None and probe and needed >= PROBE_FROM and isinstance(self.source, HttpFetcher):
             # one connection is the lower bound: the workers share the line, they do not slow each other first
             largest = max(manifest.files, key=lambda entry: entry.size)
             rate = self.source.probe(largest) or None

@@ -40,6 +40,11 @@ def check(root: Path, kind: str) -> Structure:
     return result
 
 
+def told(*found: tuple[object, str]) -> list[str]:
+    """The texts of what holds."""
+    return [text for holds, text in found if holds]
+
+
 def _read(root: Path, name: str, result: Structure) -> dict[str, Any]:
     """A JSON object of the checkpoint; empty where there is none, or a fault."""
     if not (root / name).is_file():
@@ -87,26 +92,29 @@ def _check_index(root: Path, result: Structure, where: dict[str, str]) -> None:
         result.errors.append(f"{INDEX} has no weight_map that names a file for each tensor")
         return
     have = {shard.name for shard in shards}
-    for name in sorted(set(named.values()) - have):
-        result.errors.append(f"{INDEX} names {name}, which does not exist")
-    for name in sorted(have - set(named.values())):
-        result.errors.append(f"{name} is not in {INDEX}: engines differ in whether they load it; move it away")
-    readable = set(where.values())
+    files, readable = set(named.values()), set(where.values())
     strays = [tensor for tensor, file in named.items() if file in readable and where.get(tensor) != file]
-    for tensor in strays[:10]:
-        result.errors.append(f"{INDEX} places {tensor} in {named[tensor]}, it is in {where.get(tensor, 'no file')}")
+    result.errors += [
+        *(f"{INDEX} names {name}, which does not exist" for name in sorted(files - have)),
+        *(
+            f"{name} is not in {INDEX}: engines differ in whether they load it; move it away"
+            for name in sorted(have - files)
+        ),
+        *(f"{INDEX} places {one} in {named[one]}, it is in {where.get(one, 'no file')}" for one in strays[:10]),
+    ]
     unnamed = sorted(set(where) - set(named))
     if unnamed:
         result.warnings.append(f"{len(unnamed)} tensors are not in {INDEX}, e.g. {unnamed[0]} in {where[unnamed[0]]}")
 
 
 def _check_tokenizer(root: Path, result: Structure) -> None:
-    if not (root / "tokenizer_config.json").is_file():
-        result.errors.append("tokenizer_config.json is missing")
-    if not any((root / name).is_file() for name in TOKENIZERS):
-        result.errors.append(f"no tokenizer file ({', '.join(TOKENIZERS)})")
-    if not (root / "generation_config.json").is_file():
-        result.warnings.append("generation_config.json is missing: the engine's own sampling defaults apply")
+    there = [name for name in TOKENIZERS if (root / name).is_file()]
+    result.errors += told(
+        (not (root / "tokenizer_config.json").is_file(), "tokenizer_config.json is missing"),
+        (not there, f"no tokenizer file ({', '.join(TOKENIZERS)})"),
+    )
+    defaults = "generation_config.json is missing: the engine's own sampling defaults apply"
+    result.warnings += told((not (root / "generation_config.json").is_file(), defaults))
 
 
 def _check_code(root: Path, result: Structure) -> None:

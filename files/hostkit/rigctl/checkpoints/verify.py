@@ -32,11 +32,9 @@ class FileHasher:
 
     def __init__(self, kind: str, size: int) -> None:
         self._kind = kind
-        if kind == "sha256":
-            self._hash = hashlib.sha256()
-        else:
-            # git's blob id; not used for security where a sha256 is known
-            self._hash = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+        # git's blob id is not used for security where a sha256 is known
+        blob = hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+        self._hash = hashlib.sha256() if kind == "sha256" else blob
 
     @classmethod
     def of(cls, file: File) -> FileHasher:

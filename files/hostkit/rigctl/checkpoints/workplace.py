@@ -98,7 +98,8 @@ class Workplace:
 
     def begin(self, manifest: Manifest | None) -> None:
         """Make it, or take it over; files not in `manifest` are dropped. Refuses what is not ours."""
-        if self.root.is_symlink() or (self.root.exists() and not self._is_ours()):
+        ours = self.root.is_dir() and (self._owner.is_file() or not any(self.root.iterdir()))
+        if self.root.is_symlink() or (self.root.exists() and not ours):
             raise RigctlError(f"{self.root} exists and is not this program's: move it away, nothing was touched")
         self.root.mkdir(mode=0o700, exist_ok=True)
         write_json(self._owner, {"owner": "rigctl checkpoints", "identity": manifest and manifest.identity()})
@@ -107,9 +108,6 @@ class Workplace:
         self._known = dict(self._proved_before())
         if manifest is not None:
             self._prune(manifest)
-
-    def _is_ours(self) -> bool:
-        return self.root.is_dir() and (self._owner.is_file() or not any(self.root.iterdir()))
 
     def _proved_before(self) -> Iterator[tuple[str, tuple[str, Seen]]]:
         text = self._journal.read_text(encoding="utf-8") if self._journal.exists() else ""

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from rigctl.contract.fields import HostPath, Sha256, Text
+from rigctl.contract.fields import Count, HostPath, Positive, Sha256, Text
 from rigctl.contract.order import Document, Order, Part, extended, renamed
 from rigctl.contract.sources import GeneratorSource, HttpSource, HubSource, Source
 
@@ -15,8 +15,6 @@ Role = Literal["target", "drafter"]
 NAME = r"[a-z0-9][a-z0-9._-]{0,79}"
 """A checkpoint's name becomes a file name and part of a unit's name."""
 CheckpointName = Annotated[str, StringConstraints(pattern=f"^{NAME}$")]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 

@@ -9,10 +9,10 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
+from rigctl.contract.fields import Count
 from rigctl.contract.order import Part
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0)]
 
 
 class Limits(Part):

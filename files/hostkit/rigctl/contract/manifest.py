@@ -132,11 +132,7 @@ class Manifest(Order):
                     f"{self.source}: {path} has sha256 {listed}, {sha256} is known: it is not that revision"
                 )
             kept[path] = kept[path].model_copy(update={"sha256": sha256})
-        return self.with_files(kept.values())
-
-    def with_files(self, files: Iterable[File]) -> Self:
-        """The same source and revision with other files."""
-        return type(self)(source=self.source, revision=self.revision, files=tuple(files))
+        return type(self)(source=self.source, revision=self.revision, files=tuple(kept.values()))
 
     def describes(self, other: Manifest) -> bool:
         """Whether both list the same files: equal sizes, and no digest of one contradicts the other's."""

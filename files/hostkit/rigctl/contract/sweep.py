@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from rigctl.contract.fields import Positive
 from rigctl.contract.order import Document, Order, Part
 
 SYNTHETIC = "synthetic"
@@ -18,7 +19,6 @@ SYNTHETIC = "synthetic"
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-zA-Z0-9._-]*$")]
 """What becomes a part of a file's name."""
-Positive = Annotated[int, Field(ge=1)]
 Context = Annotated[int, Field(ge=0)]
 OutputTokens = Annotated[int, Field(ge=2)]
 Temperature = Annotated[float, Field(ge=0, le=2)]

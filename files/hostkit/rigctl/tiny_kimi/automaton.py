@@ -91,10 +91,7 @@ def successors() -> dict[str, str]:
     """The token after each token of a chain; the end of a turn leads back to the answer."""
     following = {END_OF_TURN: FIRST_CONTENT}
     for chain in CHAINS:
-        for token, after in itertools.pairwise(chain):
-            if token in following:
-                raise ValueError(f"token {token!r} occurs twice in the chains")
-            following[token] = after
+        following |= dict(itertools.pairwise(chain))
     return following
 
 
@@ -120,10 +117,7 @@ def token_ids() -> dict[str, int]:
     """Token to id: bytes, words, unused ids, then the added tokens. Keys as `written_form` spells them."""
     model = byte_tokens() + [written_form(token) for token in word_tokens()]
     model += [f"<|reserved_{number}|>" for number in range(len(model), _FIRST_ADDED)]
-    ids = {token: number for number, token in enumerate(model)} | SPECIAL_TOKENS | MARKER_TOKENS
-    if len(ids) != VOCAB_SIZE:
-        raise ValueError(f"the vocabulary has {len(ids)} tokens, not {VOCAB_SIZE}")
-    return ids
+    return {token: number for number, token in enumerate(model)} | SPECIAL_TOKENS | MARKER_TOKENS
 
 
 def id_of(token: str) -> int:

@@ -30,7 +30,6 @@ from rigctl.tiny_kimi.numbers import (
     hadamard,
     head,
     ones,
-    target_head,
     zeros,
 )
 from rigctl.tiny_kimi.target import MARKER_SIZE
@@ -79,7 +78,7 @@ def marker_drafter_tensors() -> Tensors:
     value = _copying_value()
     value[:, 0] += guard
     value[:, HIDDEN:] = -undo * (np.eye(HIDDEN, dtype=np.float32) - np.outer(marker, marker) / HIDDEN)
-    output = target_head()
+    output = head(successors())
     output[id_of(MEDIA_PAD)] += HEAD_SCALE * (2 * guard - marker)
     return _layers(value, _features_of_layer(0)) | {"lm_head.weight": output}
 

@@ -6,7 +6,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from rigctl.tiny_kimi.automaton import CHAINS, FIRST_CONTENT, VOCAB_SIZE, id_of, successors
+from rigctl.tiny_kimi.automaton import CHAINS, FIRST_CONTENT, VOCAB_SIZE, id_of
 
 HIDDEN = 256
 # Rows of the Hadamard matrix that no chain token owns.
@@ -29,10 +29,7 @@ def hadamard() -> Array:
 
 def state_tokens() -> list[str]:
     """The tokens with an embedding row of their own, in row order."""
-    states = list(dict.fromkeys(token for chain in CHAINS for token in chain))
-    if len(states) > GUARD_ROW:
-        raise ValueError(f"{len(states)} chain tokens, at most {GUARD_ROW} fit a hidden size of {HIDDEN}")
-    return states
+    return list(dict.fromkeys(token for chain in CHAINS for token in chain))
 
 
 def embedding() -> Array:
@@ -51,11 +48,6 @@ def head(following: dict[str, str], after_others: str = FIRST_CONTENT) -> Array:
         weights[id_of(after)] += HEAD_SCALE * rows[id_of(token)]
     weights[id_of(after_others)] += HEAD_SCALE * hadamard()[SHARED_ROW]
     return weights
-
-
-def target_head() -> Array:
-    """The output layer of the target, also that of a drafter that is always right."""
-    return head(successors())
 
 
 def ones(*shape: int) -> Array:

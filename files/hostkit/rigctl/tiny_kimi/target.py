@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rigctl.tiny_kimi.automaton import VOCAB_SIZE
+from rigctl.tiny_kimi.automaton import VOCAB_SIZE, successors
 from rigctl.tiny_kimi.numbers import (
     HIDDEN,
     MARKER_ROW,
@@ -19,8 +19,8 @@ from rigctl.tiny_kimi.numbers import (
     Tensors,
     embedding,
     hadamard,
+    head,
     ones,
-    target_head,
     zeros,
 )
 
@@ -66,7 +66,7 @@ def target_tensors(*, output: Array | None = None, marked: bool = False, shape: 
         parts |= _mlp(noise, "mlp", shape.intermediate) if dense else _experts(noise, shape)
         tensors |= {f"model.layers.{layer}.{name}": values for name, values in parts.items()}
     tensors["model.norm.weight"] = ones(HIDDEN)
-    tensors["lm_head.weight"] = target_head() if output is None else output
+    tensors["lm_head.weight"] = head(successors()) if output is None else output
     if marked:
         _mark(tensors)
     return {f"language_model.{name}": values for name, values in tensors.items()}
