@@ -218,14 +218,14 @@ class Build:
         """Configure without compiling; the source of every object that is yet to be made. Raises RigctlError."""
         self._prepare()
         command = self._command("-n")  # ninja's dry run: the installation of nothing fails after it
-        done = subprocess.run(command, env=self._environment(1), capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=self._environment(1), capture_output=True, errors="replace", check=False)
         steps = [found[3] for line in done.stdout.splitlines() if (found := STEP.match(line))]
         if not steps:
             print("\n".join((done.stdout + done.stderr).splitlines()[-25:]), file=sys.stderr)
             raise RigctlError(f"{self.job.package}: it cannot be configured (above)")
         made = {found[1] or found[2] for step in steps if (found := MADE.search(step))}
         ninja: list[str | Path] = [self.chain.tools / "bin" / "ninja", "-C", self.build, "-t", "compdb"]
-        listed = json.loads(subprocess.run(ninja, capture_output=True, text=True, check=True).stdout)
+        listed = json.loads(subprocess.run(ninja, capture_output=True, errors="replace", check=True).stdout)
         return [
             str(self.build / each["file"])
             for each in listed

@@ -73,7 +73,8 @@ def installed(packages: Sequence[str]) -> dict[str, str]:
     if not packages:
         return {}
     form = "${binary:Package} ${db:Status-Status} ${Version}\n"
-    done = subprocess.run(["dpkg-query", "-W", "-f", form, *packages], capture_output=True, text=True, check=False)
+    query = ["dpkg-query", "-W", "-f", form, *packages]
+    done = subprocess.run(query, capture_output=True, errors="replace", check=False)
     rows = [line.split() for line in done.stdout.splitlines()]
     return {row[0].partition(":")[0]: row[2] for row in rows if row[1:2] == ["installed"]}
 
