@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "files/hostkit")]
 
-from rigctl.tiny_kimi import numbers, target, text_files
+from rigctl.tiny_kimi import automaton, numbers, target, text_files
 
 HIDDEN, INTERMEDIATE, LAYERS = 7168, 18432, 2
 EXPERT_GB = 3 * HIDDEN * 2048 * 2 / 1e9
@@ -86,7 +86,7 @@ def tensors(made: target.Shape, device: str) -> Iterator[tuple[str, torch.Tensor
             yield from mlp(f"{name}.mlp.experts.{expert}", made.moe_intermediate)
         yield from mlp(f"{name}.mlp.shared_experts", made.moe_intermediate * target.SHARED_EXPERTS)
     yield "model.norm.weight", ones(HIDDEN)
-    yield "lm_head.weight", wide(numbers.target_head())
+    yield "lm_head.weight", wide(numbers.head(automaton.successors()))
 
 
 def write(folder: Path, gigabytes: float, device: str) -> None:
