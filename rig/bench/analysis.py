@@ -126,6 +126,11 @@ class Study:
     def failed(self) -> list[Result]:
         return [result for result in self.results if result.status == "failed"]
 
+    @property
+    def generators(self) -> str:
+        """Load generators, in words."""
+        return ", ".join(sorted({result.workload.generator for result in self.results}))
+
     @cached_property
     def names(self) -> list[str]:
         """Configurations, those without a drafter first."""
@@ -160,9 +165,7 @@ def newest(entries: Iterable[Result]) -> dict[str, Study]:
 
 def unfair(points: Sequence[Point]) -> list[Finding]:
     """Why these points must not be compared."""
-    own = [
-        Finding(f.severity, f.check, f"{p.result.configuration.name}: {f.message}") for p in points for f in p.findings
-    ]
+    own = [finding.of(p.result.configuration.name) for p in points for finding in p.findings]
     return [f for f in (*compare_conditions([p.result for p in points]), *own) if f.severity == "unfair"]
 
 
@@ -216,9 +219,14 @@ class Drafted:
     concurrency: int
     name: str
     base: str
-    speedup: float
+    own: Point
+    against: Point
+    """The base at this load."""
     length: float
-    noise: bool
+
+    @property
+    def speedup(self) -> float:
+        return self.own.total.median / self.against.total.median
 
     @property
     def break_even(self) -> float:
@@ -228,7 +236,7 @@ class Drafted:
     @property
     def pays(self) -> bool | None:
         """None within noise."""
-        return None if self.noise else self.length > self.break_even
+        return None if is_noise(self.own.total, self.against.total) else self.length > self.break_even
 
 
 def base_of(study: Study, result: Result) -> str | None:
@@ -256,8 +264,7 @@ def drafted(study: Study, scene: Scene, name: str) -> list[Drafted]:
         against = study.points.get((scene, concurrency, base)) if base else None
         if base is None or against is None or own.length is None or unfair([against, own]):
             continue
-        speedup = own.total.median / against.total.median
-        found.append(Drafted(concurrency, name, base, speedup, own.length, is_noise(own.total, against.total)))
+        found.append(Drafted(concurrency, name, base, own, against, own.length))
     return found
 
 

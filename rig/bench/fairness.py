@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
@@ -28,6 +28,10 @@ class Finding:
     severity: Severity
     check: str
     message: str
+
+    def of(self, where: str) -> Finding:
+        """The same, said of `where`."""
+        return replace(self, message=f"{where}: {self.message}")
 
 
 def compare_conditions(results: Sequence[Result]) -> list[Finding]:

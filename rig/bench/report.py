@@ -6,16 +6,15 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment as Jinja
 from jinja2 import FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from rig.bench import plots
-from rig.bench.analysis import RULE, newest
+from rig.bench import plots, views
+from rig.bench.analysis import RULE, Scene, Study, newest, recommend
 from rig.bench.ledger import LedgerError, Reference, Result, references, results
-from rig.bench.views import Cell, HostView, Number, ReferenceView, host_view, reference_views
+from rig.bench.views import Cell, Number
 from rig.catalog.entries import ROOT
 
 
@@ -50,23 +49,16 @@ def text_cell(cell: Cell) -> str:
     return str(cell if cell is not None else "").replace("|", "\\|").replace("\n", " ")
 
 
-def _host_pictures(view: HostView) -> dict[Any, dict[str, Markup]]:
-    """Pictures by scene."""
-    drawn: dict[Any, dict[str, Markup]] = {}
-    for number, scene_view in enumerate(view.scenes):
-        scene = scene_view.scene
-        kinds = {"Throughput": plots.throughput, "Latency": plots.latency}
-        if any(point.positions for name in view.study.names for _, point in view.study.line(scene, name)):
-            kinds["Acceptance by position"] = plots.acceptance
-        drawn[scene] = {
-            title: Markup(draw(view.study, scene, f"{view.study.host}-{number}"))  # noqa: S704  # matplotlib's own
-            for title, draw in kinds.items()
-        }
-    return drawn
+def _pictures(study: Study, scene: Scene, number: int) -> dict[str, Markup]:
+    """Pictures of a scene by title. number: of the scene in the study."""
+    kinds = {"Throughput": plots.throughput, "Latency": plots.latency}
+    if any(point.positions for name in study.names for _, point in study.line(scene, name)):
+        kinds["Acceptance by position"] = plots.acceptance
+    prefix = f"{study.host}-{number}"
+    return {title: Markup(draw(study, scene, prefix)) for title, draw in kinds.items()}  # noqa: S704  # matplotlib's own
 
 
-def _peaks(view: ReferenceView) -> Markup | None:
-    entries = [judged.entry for judged in view.judged]
+def _peaks(entries: Sequence[Reference]) -> Markup | None:
     if not any(entry.figure("peak_tok_s") for entry in entries):
         return None
     return Markup(plots.peaks(entries))  # noqa: S704  # matplotlib's own
@@ -88,11 +80,13 @@ def _render(template: str, entries: Iterable[Result | Reference], now: datetime 
         _jinja(html=".html" in template)
         .get_template(template)
         .render(
-            hosts=[host_view(study) for study in newest(results(listed)).values()],
-            reported=reference_views(references(listed)),
+            studies=[*newest(results(listed)).values()],
+            reported=views.reference_views(references(listed)),
+            views=views,
+            recommend=recommend,
             rule=RULE,
             made=(now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
-            pictures=_host_pictures,
+            pictures=_pictures,
             peaks=_peaks,
         )
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TypeVar, get_args
 
 from rig.bench.acceptance_units import band, own_rate_definition
 from rig.bench.analysis import (
@@ -14,11 +16,10 @@ from rig.bench.analysis import (
     Study,
     drafted,
     judge_reference,
-    recommend,
 )
 from rig.bench.diagnosis import Evidence, Hypothesis, diagnose
-from rig.bench.fairness import Finding, compare_conditions, limits_of_references
-from rig.bench.ledger import Reference, Result
+from rig.bench.fairness import Finding, Severity, compare_conditions, limits_of_references
+from rig.bench.ledger import Reference, Result, ServedAs
 
 
 @dataclass(frozen=True)
@@ -47,181 +48,107 @@ class Table:
     caption: str = ""
 
 
-@dataclass(frozen=True)
-class SceneView:
-    """One scene (prompts, temperature, context) of one host."""
-
-    scene: Scene
-    recommendation: Sequence[str]
-    findings: Sequence[Finding]
-    speed: Table
-    latency: Table
-    acceptance: Table | None
-    break_even: Table | None
-    load_time: Table | None
-    diagnoses: Mapping[str, Sequence[Hypothesis]]
+Row = TypeVar("Row")
+Columns = Mapping[str, Callable[[Row], Cell]]
+"""Title of a column -> what it shows of a row."""
 
 
-@dataclass(frozen=True)
-class HostView:
-    """Everything measured on one host."""
-
-    study: Study
-    scenes: Sequence[SceneView]
-    failed: Table | None
-    provenance: Table
-    generators: str
-
-
-@dataclass(frozen=True)
-class ReferenceView:
-    """What other people reported."""
-
-    title: str
-    findings: Sequence[Finding]
-    table: Table
-    explanations: Sequence[tuple[str, str]]
-    judged: Sequence[Judged] = field(default=())
-
-
-def host_view(study: Study) -> HostView:
-    """The view of one host's newest results."""
-    return HostView(
-        study,
-        [scene_view(study, scene) for scene in study.scenes],
-        _failed(study),
-        _provenance(study),
-        ", ".join(sorted({result.workload.generator for result in study.results})),
-    )
-
-
-def scene_view(study: Study, scene: Scene) -> SceneView:
-    """Tables, judgements and warnings of one scene."""
-    points = [point for concurrency in study.concurrencies(scene) for point in study.at(scene, concurrency)]
-    return SceneView(
-        scene,
-        recommend(study, scene),
-        _findings(study, scene),
-        _speed(points),
-        _latency(points),
-        _acceptance(points),
-        _break_even(study, scene),
-        _load_time(points),
-        _diagnoses(study, scene),
-    )
-
-
-def _title(point: Point) -> tuple[Cell, Cell]:
-    return point.result.configuration.name, _concurrency(point.result)
+def _table(columns: Columns[Row], rows: Iterable[Row], caption: str = "") -> Table:
+    return Table([*columns], [[show(row) for show in columns.values()] for row in rows], caption)
 
 
 def _concurrency(result: Result) -> Number:
     return Number(result.workload.concurrency, 0, result.id, "workload.concurrency")
 
 
-def _speed(points: Sequence[Point]) -> Table:
-    head = ["configuration", "concurrent", "tok/s, all streams", "lowest to highest", "tok/s, one stream", "rounds"]
-    head += [
-        "answers",
-        "output tokens",
-        "engine counted",
-        "errors",
-        "most running",
-        "most waiting",
-        "KV use",
-        "GPU W",
-        "AllReduce %",
-    ]
-    return Table(head, [_speed_row(point) for point in points], "Throughput; medians of the rounds")
+def _number(point: Point, value: float | None, digits: int, path: str) -> Number | None:
+    return None if value is None else Number(value, digits, point.result.id, path)
 
 
-def _speed_row(point: Point) -> list[Cell]:
-    rounds, name = point.result.rounds, point.result.id
-    counted = [measured.counters.generated_tokens for measured in rounds]
-    total = sum(value for value in counted if value is not None)
-    watts = [sum(gpu.power_w for gpu in measured.observed.gpus) for measured in rounds if measured.observed.gpus]
+def _sum(path: str) -> Callable[[Point], Cell]:
+    """The sum over the rounds; nothing where a round has no value."""
+
+    def show(point: Point) -> Cell:
+        values = [attrgetter(path)(measured) for measured in point.result.rounds]
+        return _number(point, None if None in values else sum(values), 0, f"rounds.{path}:sum")
+
+    return show
+
+
+def _most(gauge: str, digits: int = 0) -> Callable[[Point], Cell]:
+    """The highest of a gauge over the rounds that have it."""
+
+    def show(point: Point) -> Cell:
+        values = (getattr(measured.observed, gauge) for measured in point.result.rounds)
+        highest = max((value for value in values if value is not None), default=None)
+        return _number(point, highest, digits, f"rounds.observed.{gauge}:max")
+
+    return show
+
+
+def _watts(point: Point) -> Cell:
+    cards = (measured.observed.gpus for measured in point.result.rounds)
+    highest = max((sum(gpu.power_w for gpu in gpus) for gpus in cards if gpus), default=None)
+    return _number(point, highest, 0, "rounds.observed.gpus:power_w")
+
+
+def _all_reduce(point: Point) -> Cell:
     share = point.result.profile.get("all_reduce_share")
-    low = Number(point.total.low, 1, name, "rounds.output_tok_s:min")
-    high = Number(point.total.high, 1, name, "rounds.output_tok_s:max")
-    return [
-        *_title(point),
-        Number(point.total.median, 1, name, "rounds.output_tok_s:median"),
-        (low, " to ", high),
-        Number(point.stream.median, 1, name, "rounds.stream_tok_s:median"),
-        Number(point.total.rounds, 0, name, "rounds.output_tok_s:count"),
-        Number(sum(measured.requests for measured in rounds), 0, name, "rounds.requests:sum"),
-        Number(sum(measured.output_tokens for measured in rounds), 0, name, "rounds.output_tokens:sum"),
-        Number(total, 0, name, "rounds.counters.generated_tokens:sum") if None not in counted else None,
-        Number(sum(measured.errors for measured in rounds), 0, name, "rounds.errors:sum"),
-        _most(point.result, "running_max"),
-        _most(point.result, "waiting_max"),
-        _most(point.result, "kv_use_max", 3),
-        Number(max(watts), 0, name, "rounds.observed.gpus:power_w") if watts else None,
-        Number(100 * share, 1, name, "profile.all_reduce_share") if share is not None else None,
-    ]
+    return _number(point, None if share is None else 100 * share, 1, "profile.all_reduce_share")
 
 
-def _most(result: Result, gauge: str, digits: int = 0) -> Number | None:
-    seen = [value for measured in result.rounds if (value := getattr(measured.observed, gauge)) is not None]
-    return Number(max(seen), digits, result.id, f"rounds.observed.{gauge}:max") if seen else None
+_CELL: Columns[Point] = {
+    "configuration": lambda point: point.result.configuration.name,
+    "concurrent": lambda point: _concurrency(point.result),
+}
+_SPEED: Columns[Point] = {
+    **_CELL,
+    "tok/s, all streams": lambda point: _number(point, point.total.median, 1, "rounds.output_tok_s:median"),
+    "lowest to highest": lambda point: (
+        _number(point, point.total.low, 1, "rounds.output_tok_s:min"),
+        " to ",
+        _number(point, point.total.high, 1, "rounds.output_tok_s:max"),
+    ),
+    "tok/s, one stream": lambda point: _number(point, point.stream.median, 1, "rounds.stream_tok_s:median"),
+    "rounds": lambda point: _number(point, point.total.rounds, 0, "rounds.output_tok_s:count"),
+    "answers": _sum("requests"),
+    "output tokens": _sum("output_tokens"),
+    "engine counted": _sum("counters.generated_tokens"),
+    "errors": _sum("errors"),
+    "most running": _most("running_max"),
+    "most waiting": _most("waiting_max"),
+    "KV use": _most("kv_use_max", 3),
+    "GPU W": _watts,
+    "AllReduce %": _all_reduce,
+}
 
 
-def _latency(points: Sequence[Point]) -> Table:
-    shown = [
-        ("ttft", "p50"),
-        ("ttft", "p90"),
-        ("ttft", "p99"),
-        ("itl", "p50"),
-        ("itl", "p99"),
-        ("e2e", "p50"),
-        ("e2e", "p99"),
-    ]
-    names = {"ttft": "first token", "itl": "between tokens", "e2e": "whole answer"}
-    head = ["configuration", "concurrent", *(f"{names[kind]} {quantile}" for kind, quantile in shown)]
-    rows: list[list[Cell]] = [
-        [
-            *_title(point),
-            *(
-                Number(point.middle(kind, quantile), 1, point.result.id, f"rounds.{kind}_ms.{quantile}:median-all")
-                for kind, quantile in shown
-            ),
-        ]
-        for point in points
-    ]
-    return Table(head, rows, "Latency in milliseconds; medians of the rounds")
+def _quantile(kind: str, quantile: str) -> Callable[[Point], Cell]:
+    path = f"rounds.{kind}_ms.{quantile}:median-all"
+    return lambda point: _number(point, point.middle(kind, quantile), 1, path)
 
 
-def _acceptance(points: Sequence[Point]) -> Table | None:
-    rows = [_acceptance_row(point) for point in points if point.length is not None and point.rate is not None]
-    head = [
-        "configuration",
-        "concurrent",
-        "acceptance length",
-        "accepted",
-        "by position",
-        "judgement",
-        "engine's own rate",
-    ]
-    caption = (
-        "Acceptance from the engine's counters: length = 1 + accepted drafts a step; accepted = share of the drafted"
+_LATENCY: Columns[Point] = _CELL | {
+    f"{words} {quantile}": _quantile(kind, quantile)
+    for kind, words, quantiles in (
+        ("ttft", "first token", ("p50", "p90", "p99")),
+        ("itl", "between tokens", ("p50", "p99")),
+        ("e2e", "whole answer", ("p50", "p99")),
     )
-    return Table(head, rows, caption) if rows else None
+    for quantile in quantiles
+}
 
 
-def _acceptance_row(point: Point) -> list[Cell]:
-    result = point.result
-    length, rate = point.length or 0.0, point.rate or 0.0
-    source = "rounds.observed.own_length_mean" if point.gauged else "rounds.counters"
-    own = next((m.counters.own_rate for m in reversed(result.rounds) if m.counters.own_rate is not None), None)
-    meaning = own_rate_definition(result.configuration.engine, result.configuration.version or "0")
-    return [
-        *_title(point),
-        (Number(length, 2, result.id, source + ":length"), " (gauge)" if point.gauged else ""),
-        (Number(100 * rate, 1, result.id, source + ":rate"), " %"),
-        _positions(point),
-        band(rate),
-        f"{100 * own:.1f} % = {meaning.words}" if own is not None else None,
-    ]
+def _source(point: Point) -> str:
+    return "rounds.observed.own_length_mean" if point.gauged else "rounds.counters"
+
+
+def _own_rate(point: Point) -> str | None:
+    rates = (measured.counters.own_rate for measured in reversed(point.result.rounds))
+    own = next((rate for rate in rates if rate is not None), None)
+    served = point.result.configuration
+    words = own_rate_definition(served.engine, served.version or "0").words
+    return None if own is None else f"{100 * own:.1f} % = {words}"
 
 
 def _positions(point: Point) -> Cell:
@@ -232,39 +159,34 @@ def _positions(point: Point) -> Cell:
     return tuple(item for number in numbers for item in (" ", number, " %"))
 
 
-def _break_even(study: Study, scene: Scene) -> Table | None:
-    rows = [_break_even_row(study, scene, one) for name in study.names for one in drafted(study, scene, name)]
-    head = [
-        "configuration",
-        "concurrent",
-        "base",
-        "times base",
-        "acceptance length",
-        "break-even length",
-        "drafter pays",
-    ]
-    return Table(head, rows, "A speculative step costs as many base steps as its break-even length") if rows else None
+_ACCEPTANCE: Columns[Point] = {
+    **_CELL,
+    "acceptance length": lambda point: (
+        _number(point, point.length, 2, f"{_source(point)}:length"),
+        " (gauge)" if point.gauged else "",
+    ),
+    "accepted": lambda point: (_number(point, 100 * (point.rate or 0.0), 1, f"{_source(point)}:rate"), " %"),
+    "by position": _positions,
+    "judgement": lambda point: band(point.rate or 0.0),
+    "engine's own rate": _own_rate,
+}
+_BREAK_EVEN: Columns[Drafted] = {
+    "configuration": lambda one: one.name,
+    "concurrent": lambda one: _concurrency(one.own.result),
+    "base": lambda one: one.base,
+    "times base": lambda one: _number(one.own, one.speedup, 2, f"speedup over {one.against.result.id}"),
+    "acceptance length": lambda one: _number(one.own, one.length, 2, "rounds.counters:length"),
+    "break-even length": lambda one: _number(one.own, one.break_even, 2, f"break-even over {one.against.result.id}"),
+    "drafter pays": lambda one: {True: "yes", False: "no", None: "within noise"}[one.pays],
+}
 
 
-def _break_even_row(study: Study, scene: Scene, one: Drafted) -> list[Cell]:
-    own, base = (study.points[scene, one.concurrency, name].result for name in (one.name, one.base))
-    return [
-        one.name,
-        _concurrency(own),
-        one.base,
-        Number(one.speedup, 2, own.id, f"speedup over {base.id}"),
-        Number(one.length, 2, own.id, "rounds.counters:length"),
-        Number(one.break_even, 2, own.id, f"break-even over {base.id}"),
-        {True: "yes", False: "no", None: "within noise"}[one.pays],
-    ]
-
-
-def _load_time(points: Sequence[Point]) -> Table | None:
+def _load_time(points: Sequence[Point]) -> Table:
     seen = {point.result.configuration.name: point.result for point in points if point.result.load_times}
     head = ["configuration", "GB"]
     head += [f"{what}, {state}" for state in ("cold", "warm") for what in ("read, s", "accepted, s", "times the read")]
     caption = "From start to accepted, with files cold and warm in the page cache, beside a plain read of them"
-    return Table(head, [_load_time_row(result) for result in seen.values()], caption) if seen else None
+    return Table(head, [_load_time_row(result) for result in seen.values()], caption)
 
 
 def _load_time_row(result: Result) -> list[Cell]:
@@ -280,13 +202,31 @@ def _load_time_row(result: Result) -> list[Cell]:
     return cells
 
 
-def _diagnoses(study: Study, scene: Scene) -> dict[str, Sequence[Hypothesis]]:
-    found: dict[str, Sequence[Hypothesis]] = {}
-    for name in study.names:
-        line = study.line(scene, name)
-        if line and (hypotheses := diagnose_point(study, scene, line[0][1])):
-            found[name] = hypotheses
-    return found
+def scene_tables(study: Study, scene: Scene) -> list[Table]:
+    """What was measured in one scene; tables of drafters only where there are any."""
+    points = [point for concurrency in study.concurrencies(scene) for point in study.at(scene, concurrency)]
+    drafting = [point for point in points if point.length is not None and point.rate is not None]
+    beside = [one for name in study.names for one in drafted(study, scene, name)]
+    tables = [
+        _table(_SPEED, points, "Throughput; medians of the rounds"),
+        _table(_LATENCY, points, "Latency in milliseconds; medians of the rounds"),
+        _table(
+            _ACCEPTANCE,
+            drafting,
+            "Acceptance from the engine's counters: length = 1 + accepted drafts a step; "
+            "accepted = share of the drafted",
+        ),
+        _load_time(points),
+        _table(_BREAK_EVEN, beside, "A speculative step costs as many base steps as its break-even length"),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def diagnoses(study: Study, scene: Scene) -> dict[str, Sequence[Hypothesis]]:
+    """Why drafters do badly, by configuration, at the lowest concurrency of each."""
+    lines = {name: study.line(scene, name) for name in study.names}
+    found = {name: diagnose_point(study, scene, line[0][1]) for name, line in lines.items() if line}
+    return {name: hypotheses for name, hypotheses in found.items() if hypotheses}
 
 
 def diagnose_point(study: Study, scene: Scene, point: Point) -> list[Hypothesis]:
@@ -295,7 +235,7 @@ def diagnose_point(study: Study, scene: Scene, point: Point) -> list[Hypothesis]
     if drafter is None or point.length is None:
         return []
     name, concurrency = point.result.configuration.name, point.result.workload.concurrency
-    judged = {one.concurrency: one for one in drafted(study, scene, name)}
+    break_even = {one.concurrency: one.break_even for one in drafted(study, scene, name)}
     greedy = Scene(scene.prompts, 0.0, scene.context)
     cold = dict(study.line(greedy, name)).get(concurrency) if scene.temperature else None
     layers = point.result.configuration.details.get("target_layers")
@@ -306,7 +246,7 @@ def diagnose_point(study: Study, scene: Scene, point: Point) -> list[Hypothesis]
             temperature=scene.temperature,
             target=point.result.configuration.target,
             targets=drafter.targets,
-            break_even=judged[concurrency].break_even if concurrency in judged else None,
+            break_even=break_even.get(concurrency),
             layer_ids=drafter.layer_ids,
             layers=layers if isinstance(layers, int) else None,
             greedy_length=cold.length if cold else None,
@@ -314,7 +254,8 @@ def diagnose_point(study: Study, scene: Scene, point: Point) -> list[Hypothesis]
     )
 
 
-def _findings(study: Study, scene: Scene) -> list[Finding]:
+def findings(study: Study, scene: Scene) -> list[Finding]:
+    """What is wrong with the results of a scene, or with comparing them, each once, the worst first."""
     found: dict[tuple[str, str], Finding] = {}
     for concurrency in study.concurrencies(scene):
         points = study.at(scene, concurrency)
@@ -322,85 +263,102 @@ def _findings(study: Study, scene: Scene) -> list[Finding]:
             found.setdefault((finding.check, finding.message), finding)
         for point in points:
             where = f"{point.result.configuration.name} at {concurrency}"
-            for finding in point.findings:
-                told = Finding(finding.severity, finding.check, f"{where}: {finding.message}")
-                found.setdefault((where, finding.message), told)
-    order = {"unfair": 0, "warning": 1, "note": 2}
-    return sorted(found.values(), key=lambda finding: order[finding.severity])
+            found |= {(where, finding.message): finding.of(where) for finding in point.findings}
+    return sorted(found.values(), key=lambda finding: get_args(Severity).index(finding.severity))
 
 
-def _failed(study: Study) -> Table | None:
-    rows: list[list[Cell]] = [
-        [
-            result.configuration.name,
-            _concurrency(result),
-            Number(result.workload.context, 0, result.id, "workload.context"),
-            result.cause or "",
-        ]
-        for result in study.failed
-    ]
-    return Table(["configuration", "concurrent", "context", "cause"], rows, "Cells that failed") if rows else None
+_FAILED: Columns[Result] = {
+    "configuration": lambda result: result.configuration.name,
+    "concurrent": _concurrency,
+    "context": lambda result: Number(result.workload.context, 0, result.id, "workload.context"),
+    "cause": lambda result: result.cause or "",
+}
 
 
-def _provenance(study: Study) -> Table:
+def failed(study: Study) -> Table:
+    """The cells that failed, each with its cause."""
+    return _table(_FAILED, study.failed, "Cells that failed")
+
+
+def _release(served: ServedAs) -> str:
+    return f"{served.engine} {served.version or ''}".strip()
+
+
+def _drafter(result: Result) -> str:
+    drafter = result.configuration.drafter
+    return f"{drafter.name}, {drafter.steps} steps" if drafter else ""
+
+
+_PROVENANCE: Columns[Result] = {
+    "configuration": lambda result: result.configuration.name,
+    "engine": lambda result: _release(result.configuration),
+    "drafter": _drafter,
+    "running requests": lambda result: str(result.configuration.effective_limit or "not set"),
+    "context": lambda result: str(result.configuration.context_length or ""),
+    "started as": lambda result: str(result.configuration.details.get("digest", ""))[:12],
+    "newest result": lambda result: result.at,
+    "sweep": lambda result: result.sweep,
+}
+
+
+def provenance(study: Study) -> Table:
+    """What each configuration was when it was measured last."""
     latest = {result.configuration.name: result for result in study.results}
-    rows: list[list[Cell]] = []
-    for name in study.names:
-        result = latest[name]
-        served = result.configuration
-        release = f"{served.engine} {served.version or ''}".strip()
-        limit = str(served.effective_limit or "not set")
-        digest = str(served.details.get("digest", ""))[:12]
-        drafter = f"{served.drafter.name}, {served.drafter.steps} steps" if served.drafter else ""
-        rows.append([name, release, drafter, limit, f"{served.context_length or ''}", digest, result.at, result.sweep])
-    head = ["configuration", "engine", "drafter", "running requests", "context", "started as", "newest result", "sweep"]
-    return Table(head, rows, "What was measured; each ledger entry holds the host's whole receipt")
+    caption = "What was measured; each ledger entry holds the host's whole receipt"
+    return _table(_PROVENANCE, (latest[name] for name in study.names), caption)
+
+
+def _figures(judged: Judged) -> Cell:
+    entry = judged.entry
+    return tuple(item for index, _ in enumerate(entry.figures) for item in _figure(entry, index))
+
+
+_REPORTED: Columns[Judged] = {
+    "configuration": lambda one: one.entry.configuration.name,
+    "engine": lambda one: _release(one.entry.configuration),
+    "figures": _figures,
+    "times base": lambda one: f"{one.speedup:.2f} ({one.speedup_from})" if one.speedup else None,
+    "acceptance, every reading": lambda one: (
+        "; ".join(f"length {reading.length:.2f} ({reading.rate:.1%} of the drafts)" for reading in one.readings) or None
+    ),
+    "break-even length": lambda one: (
+        " or ".join(f"{reading.cost:.2f}" for reading in one.readings if reading.cost) or None
+    ),
+    "source": lambda one: f"{one.entry.source}, {one.entry.at}",
+}
+
+
+@dataclass(frozen=True)
+class ReferenceView:
+    """What other people reported. explanations: configuration and what is to be said of its figures."""
+
+    title: str
+    findings: Sequence[Finding]
+    table: Table
+    explanations: Sequence[tuple[str, str]]
+    entries: Sequence[Reference]
 
 
 def reference_views(entries: Sequence[Reference]) -> list[ReferenceView]:
     """One view a reporter: February's table first, then the published figures."""
     by_id = {entry.id: entry for entry in entries}
-    groups: dict[str, list[Reference]] = {}
-    for entry in entries:
-        groups.setdefault(entry.reported_by, []).append(entry)
-    views = [_reference_view(who, group, by_id) for who, group in groups.items()]
-    return sorted(views, key=lambda view: "operator" not in view.title)
+    reporters = dict.fromkeys(entry.reported_by for entry in entries)
+    return [
+        _reference_view(who, [entry for entry in entries if entry.reported_by == who], by_id)
+        for who in sorted(reporters, key=lambda who: "operator" not in who)
+    ]
 
 
 def _reference_view(who: str, group: Sequence[Reference], by_id: Mapping[str, Reference]) -> ReferenceView:
     judged = [judge_reference(entry, by_id) for entry in group]
-    engines = sorted({entry.configuration.engine for entry in group})
-    findings: list[Finding] = []
-    if "operator" in who:
-        for engine in engines:
-            findings += limits_of_references([entry for entry in group if entry.configuration.engine == engine])
-    rows = [row for one in judged for row in _reference_rows(one)]
-    head = [
-        "configuration",
-        "engine",
-        "figures",
-        "times base",
-        "acceptance, every reading",
-        "break-even length",
-        "source",
+    engines = sorted({entry.configuration.engine for entry in group}) if "operator" in who else []
+    unfair = [
+        finding
+        for engine in engines
+        for finding in limits_of_references([entry for entry in group if entry.configuration.engine == engine])
     ]
     explained = [(one.entry.configuration.name, note) for one in judged for note in one.notes]
-    return ReferenceView(f"Reported by {who}, not measured by us", findings, Table(head, rows), explained, judged)
-
-
-def _reference_rows(judged: Judged) -> Iterator[list[Cell]]:
-    entry = judged.entry
-    figures = tuple(item for index, _ in enumerate(entry.figures) for item in _figure(entry, index))
-    readings = judged.readings
-    yield [
-        entry.configuration.name,
-        f"{entry.configuration.engine} {entry.configuration.version or ''}".strip(),
-        figures,
-        f"{judged.speedup:.2f} ({judged.speedup_from})" if judged.speedup else None,
-        "; ".join(f"length {one.length:.2f} ({one.rate:.1%} of the drafts)" for one in readings) or None,
-        " or ".join(f"{one.cost:.2f}" for one in readings if one.cost) or None,
-        f"{entry.source}, {entry.at}",
-    ]
+    return ReferenceView(f"Reported by {who}, not measured by us", unfair, _table(_REPORTED, judged), explained, group)
 
 
 _FIGURES = {
