@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 # At position 0 the drafter needs no draft of its own: wrong features show here first. Reported: about 0.10 with layers
 # off by one, 0.45 to 0.65 with sound ones.
@@ -16,9 +16,12 @@ COLLAPSED_FIRST = 0.25
 SOUND_FIRST = 0.40
 # Acceptance length below which a drafter hardly ever pays, used where no break-even is known.
 FLOOR_LENGTH = 1.25
+NOT_COUNTED = "acceptance by position was not counted"
+OTHER_EPOCHS = "other epochs of the same training as variants of a sweep (key speculation.drafter), then more data"
 
 Cause = Literal["wrong features", "wrong model", "temperature", "quality"]
 Weight = Literal["likely", "possible", "ruled out"]
+"""In the order in which hypotheses are shown."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +50,20 @@ class Hypothesis:
     experiment: str
 
 
-def is_low(evidence: Evidence) -> bool:
-    """Below break-even, or below the floor where that is not known."""
-    return evidence.length < (evidence.break_even or FLOOR_LENGTH)
-
-
 def diagnose(evidence: Evidence) -> list[Hypothesis]:
-    """Hypotheses for a low acceptance, likely ones first; none when it is not low."""
-    if not is_low(evidence):
+    """Hypotheses for a low acceptance, likely ones first; none when it is not low.
+
+    Low is below break-even, or below the floor where that is not known.
+    """
+    if evidence.length >= (evidence.break_even or FLOOR_LENGTH):
         return []
-    found = [_features(evidence), _model(evidence), _temperature(evidence), _quality(evidence)]
-    order: dict[Weight, int] = {"likely": 0, "possible": 1, "ruled out": 2}
-    return sorted(found, key=lambda hypothesis: order[hypothesis.weight])
+    found = [
+        Hypothesis("wrong features", *_features(evidence), _other_layers(evidence)),
+        Hypothesis("wrong model", *_model(evidence), "a drafter trained for this target, everything else the same"),
+        Hypothesis("temperature", *_temperature(evidence), "the sweep `greedy`: the same cell at temperature 0"),
+        Hypothesis("quality", *_quality(evidence), OTHER_EPOCHS),
+    ]
+    return sorted(found, key=lambda hypothesis: get_args(Weight).index(hypothesis.weight))
 
 
 def layer_candidates(layer_ids: Sequence[int] | None, layers: int) -> list[list[int]]:
@@ -72,62 +77,51 @@ def layer_candidates(layer_ids: Sequence[int] | None, layers: int) -> list[list[
     return [ids for ids in shifted if min(ids) >= 0 and max(ids) <= layers]
 
 
-def _first(evidence: Evidence) -> float | None:
-    return evidence.positions[0] if evidence.positions else None
-
-
-def _features(evidence: Evidence) -> Hypothesis:
-    first = _first(evidence)
+def _other_layers(evidence: Evidence) -> str:
     sets = layer_candidates(evidence.layer_ids, evidence.layers) if evidence.layers else []
     shown = ", ".join("/".join(map(str, ids)) for ids in sets) or "the ids as given, one later, one earlier"
-    experiment = f"the sweep `layer-ids`: the same drafter with {shown}"
-    if first is None:
-        return Hypothesis("wrong features", "possible", "acceptance by position was not counted", experiment)
+    return f"the sweep `layer-ids`: the same drafter with {shown}"
+
+
+def _features(evidence: Evidence) -> tuple[Weight, str]:
+    if not evidence.positions:
+        return "possible", NOT_COUNTED
+    first = evidence.positions[0]
     if first < COLLAPSED_FIRST:
-        why = f"only {first:.0%} are accepted at position 0, where a sound drafter has 45 % or more (vllm#43671)"
-        return Hypothesis("wrong features", "likely", why, experiment)
+        return (
+            "likely",
+            f"only {first:.0%} are accepted at position 0, where a sound drafter has 45 % or more (vllm#43671)",
+        )
     if first >= SOUND_FIRST:
-        return Hypothesis("wrong features", "ruled out", f"{first:.0%} are accepted at position 0", experiment)
-    return Hypothesis(
-        "wrong features", "possible", f"{first:.0%} at position 0 is between sound and collapsed", experiment
-    )
+        return "ruled out", f"{first:.0%} are accepted at position 0"
+    return "possible", f"{first:.0%} at position 0 is between sound and collapsed"
 
 
-def _model(evidence: Evidence) -> Hypothesis:
-    experiment = "a drafter trained for this target, everything else the same"
+def _model(evidence: Evidence) -> tuple[Weight, str]:
     if not evidence.targets:
-        return Hypothesis("wrong model", "possible", "nobody says what the drafter was trained for", experiment)
+        return "possible", "nobody says what the drafter was trained for"
     if evidence.target in evidence.targets:
-        return Hypothesis("wrong model", "ruled out", f"it was trained for {evidence.target}", experiment)
-    first = _first(evidence)
-    trained = ", ".join(evidence.targets)
-    weight: Weight = "likely" if first is None or first < SOUND_FIRST else "possible"
-    return Hypothesis(
-        "wrong model", weight, f"it was trained for {trained}, the target is {evidence.target}", experiment
-    )
+        return "ruled out", f"it was trained for {evidence.target}"
+    sound = bool(evidence.positions) and evidence.positions[0] >= SOUND_FIRST
+    why = f"it was trained for {', '.join(evidence.targets)}, the target is {evidence.target}"
+    return "possible" if sound else "likely", why
 
 
-def _temperature(evidence: Evidence) -> Hypothesis:
-    experiment = "the sweep `greedy`: the same cell at temperature 0"
+def _temperature(evidence: Evidence) -> tuple[Weight, str]:
+    greedy = evidence.greedy_length
     if evidence.temperature == 0:
-        return Hypothesis("temperature", "ruled out", "it was measured at temperature 0", experiment)
-    if evidence.greedy_length is None:
-        why = f"it was measured at temperature {evidence.temperature:g}, never at 0"
-        return Hypothesis("temperature", "possible", why, experiment)
-    gained = evidence.greedy_length - evidence.length
-    floor = evidence.break_even or FLOOR_LENGTH
-    why = f"temperature 0 gives length {evidence.greedy_length:.2f} against {evidence.length:.2f}"
-    decided: Weight = "likely" if gained > 0 and evidence.greedy_length >= floor else "ruled out"
-    return Hypothesis("temperature", decided, why, experiment)
+        return "ruled out", "it was measured at temperature 0"
+    if greedy is None:
+        return "possible", f"it was measured at temperature {evidence.temperature:g}, never at 0"
+    helps = greedy > evidence.length and greedy >= (evidence.break_even or FLOOR_LENGTH)
+    why = f"temperature 0 gives length {greedy:.2f} against {evidence.length:.2f}"
+    return "likely" if helps else "ruled out", why
 
 
-def _quality(evidence: Evidence) -> Hypothesis:
-    experiment = "other epochs of the same training as variants of a sweep (key speculation.drafter), then more data"
-    first = _first(evidence)
-    if first is None:
-        return Hypothesis("quality", "possible", "acceptance by position was not counted", experiment)
-    if first < COLLAPSED_FIRST:
-        why = "rule the others out first: training alone rarely loses position 0"
-        return Hypothesis("quality", "possible", why, experiment)
+def _quality(evidence: Evidence) -> tuple[Weight, str]:
+    if not evidence.positions:
+        return "possible", NOT_COUNTED
+    if evidence.positions[0] < COLLAPSED_FIRST:
+        return "possible", "rule the others out first: training alone rarely loses position 0"
     shown = ", ".join(f"{share:.0%}" for share in evidence.positions)
-    return Hypothesis("quality", "likely", f"acceptance falls off by position ({shown}) from a sound start", experiment)
+    return "likely", f"acceptance falls off by position ({shown}) from a sound start"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rig.bench.analysis import Point, Scene, Study, crossing
+from rig.bench.analysis import Scene, Study, crossing
 from rig.bench.ledger import Reference
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ class PlottingMissing(Exception):
     """matplotlib is not installed."""
 
 
-def _pyplot() -> Any:
+def _picture(prefix: str, height: float, draw: Callable[..., None], rows: int = 1) -> str:
+    """One SVG of what `draw` draws on the axes of each row. prefix: of the ids in it."""
     try:
         import matplotlib  # noqa: PLC0415  # heavy, and needed for reports only
 
@@ -52,104 +53,99 @@ def _pyplot() -> Any:
         raise PlottingMissing(
             "the report needs matplotlib: .venv/bin/python -m pip install --require-hashes -r requirements/bench.txt"
         ) from None
-    return pyplot
+    with pyplot.rc_context(_STYLE):
+        figure, axes = pyplot.subplots(rows, figsize=(6, height), sharex=True, squeeze=False)
+        draw(*axes.flat)
+        return _svg(pyplot, figure, prefix)
 
 
 def throughput(study: Study, scene: Scene, prefix: str) -> str:
     """Output tok/s of all streams against concurrency, ranges as bars, crossovers as dotted lines."""
-    pyplot = _pyplot()
-    with pyplot.rc_context(_STYLE):
-        figure, axes = pyplot.subplots(figsize=(6, 4.2))
+
+    def draw(axes: Axes) -> None:
         for number, name in enumerate(study.names):
-            line = study.line(scene, name)
-            if line:
-                _draw(axes, number, name, line)
+            if line := study.line(scene, name):
+                totals = [point.total for _, point in line]
+                below, above = [one.median - one.low for one in totals], [one.high - one.median for one in totals]
+                look = {**_look(number, name), "yerr": [below, above], "capsize": 3}
+                axes.errorbar([c for c, _ in line], [one.median for one in totals], **look)
             if (at := crossing(study, scene, name)) is not None:
                 axes.axvline(at, color=LINES[number % len(LINES)], linestyle=":", linewidth=1.5)
                 place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "va": "bottom", "ha": "right"}
                 axes.text(at, 0.03, f"crossover {at:.1f}", **place)
         _axes(axes, "concurrent requests", "output tokens a second, all streams", study.concurrencies(scene))
-        return _svg(pyplot, figure, f"{prefix}-throughput")
+
+    return _picture(f"{prefix}-throughput", 4.2, draw)
 
 
 def latency(study: Study, scene: Scene, prefix: str) -> str:
     """Time to the first token (p90) and between tokens (p50) against concurrency."""
-    pyplot = _pyplot()
-    with pyplot.rc_context(_STYLE):
-        figure, (first, between) = pyplot.subplots(2, 1, figsize=(6, 6), sharex=True)
+
+    def draw(first: Axes, between: Axes) -> None:
         for axes, kind, quantile in ((first, "ttft", "p90"), (between, "itl", "p50")):
             for number, name in enumerate(study.names):
                 line = study.line(scene, name)
                 values = [point.middle(kind, quantile) for _, point in line]
-                axes.plot([c for c, _ in line], values, **_look(number), label=name)
+                axes.plot([c for c, _ in line], values, **_look(number, name))
         _axes(first, "", "first token p90, ms", study.concurrencies(scene))
-        _axes(between, "concurrent requests", "between tokens p50, ms", study.concurrencies(scene))
-        between.get_legend().remove()
-        return _svg(pyplot, figure, f"{prefix}-latency")
+        _axes(between, "concurrent requests", "between tokens p50, ms", study.concurrencies(scene), legend=False)
+
+    return _picture(f"{prefix}-latency", 6, draw, rows=2)
 
 
 def acceptance(study: Study, scene: Scene, prefix: str) -> str:
     """Accepted share of the drafted tokens by position, at the lowest concurrency measured."""
-    pyplot = _pyplot()
-    with pyplot.rc_context(_STYLE):
-        figure, axes = pyplot.subplots(figsize=(6, 3.2))
+
+    def draw(axes: Axes) -> None:
         longest = 0
         for number, name in enumerate(study.names):
-            line = [point for _, point in study.line(scene, name) if point.positions]
-            if line:
-                shares = [100 * share for share in line[0].positions]
+            counted = (point.positions for _, point in study.line(scene, name) if point.positions)
+            if shares := [100 * share for share in next(counted, [])]:
                 longest = max(longest, len(shares))
-                axes.plot(range(len(shares)), shares, **_look(number), label=name)
-        axes.set_ylim(-3, 103)
-        axes.set_xticks(range(longest))
-        axes.set_xlabel("position of the drafted token")
-        axes.set_ylabel("accepted, %")
+                axes.plot(range(len(shares)), shares, **_look(number, name))
+        axes.set(ylim=(-3, 103), xlabel="position of the drafted token", ylabel="accepted, %", xticks=range(longest))
         axes.grid(alpha=0.4)
         axes.legend()
-        return _svg(pyplot, figure, f"{prefix}-acceptance")
+
+    return _picture(f"{prefix}-acceptance", 3.2, draw)
 
 
 def peaks(entries: Sequence[Reference]) -> str:
     """Reported peaks as bars, each with its limit of running requests where one is known."""
     shown = [(e, figure.value) for e in entries if (figure := e.figure("peak_tok_s")) and figure.value is not None]
-    pyplot = _pyplot()
-    with pyplot.rc_context(_STYLE):
-        figure, axes = pyplot.subplots(figsize=(6, 0.7 * len(shown) + 1))
-        for row, (entry, value) in enumerate(reversed(shown)):
+    shown.reverse()
+
+    def draw(axes: Axes) -> None:
+        for row, (entry, value) in enumerate(shown):
             axes.barh(row, value, color=LINES[1 if entry.configuration.drafter else 0], height=0.55)
             limit = entry.configuration.effective_limit
             axes.annotate(f" {value:,.0f}" + (f", at most {limit} running" if limit else ""), (value, row), va="center")
-        axes.set_yticks(range(len(shown)), [entry.configuration.name for entry, _ in reversed(shown)])
-        axes.set_xlim(0, 1.25 * max((value for _, value in shown), default=1))
-        axes.set_xlabel("reported peak, tokens a second")
-        return _svg(pyplot, figure, "peaks")
+        axes.set_yticks(range(len(shown)), [entry.configuration.name for entry, _ in shown])
+        highest = max((value for _, value in shown), default=1)
+        axes.set(xlim=(0, 1.25 * highest), xlabel="reported peak, tokens a second")
+
+    return _picture("peaks", 0.7 * len(shown) + 1, draw)
 
 
-def _look(number: int) -> dict[str, Any]:
+def _look(number: int, name: str) -> dict[str, Any]:
     return {
         "color": LINES[number % len(LINES)],
         "marker": _MARKERS[number % len(_MARKERS)],
         "linestyle": "-" if number == 0 else "--",
         "linewidth": 1.8,
+        "label": name,
     }
 
 
-def _draw(axes: Axes, number: int, name: str, line: Sequence[tuple[int, Point]]) -> None:
-    medians = [point.total.median for _, point in line]
-    below = [point.total.median - point.total.low for _, point in line]
-    above = [point.total.high - point.total.median for _, point in line]
-    axes.errorbar([c for c, _ in line], medians, yerr=[below, above], capsize=3, **_look(number), label=name)
-
-
-def _axes(axes: Axes, x: str, y: str, ticks: Sequence[int]) -> None:
+def _axes(axes: Axes, x: str, y: str, ticks: Sequence[int], *, legend: bool = True) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(ticks), [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.4)
-    axes.legend()
+    if legend:
+        axes.legend()
 
 
 def _svg(pyplot: Any, figure: Any, prefix: str) -> str:
@@ -158,15 +154,13 @@ def _svg(pyplot: Any, figure: Any, prefix: str) -> str:
     figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
     pyplot.close(figure)
     text = buffer.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(
-        r'<svg [^>]*?viewBox="([^"]*)"[^>]*>',
-        r'<svg viewBox="\1" xmlns:xlink="http://www.w3.org/1999/xlink">',
-        text,
-        count=1,
-    )
-    text = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', text)
-    text = re.sub(r'(url\(#|href="#)', rf"\1{prefix}-", text)
-    for stand_in, variable in _COLOURS.items():
-        text = text.replace(stand_in, variable)
-    return re.sub(r"font: ([\d.]+)px [^;\"]+", r"font: \1px system-ui, sans-serif", text).strip()
+    for pattern, replacement in (
+        (r"\A.*?(?=<svg)|<metadata>.*?</metadata>", ""),
+        (r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" xmlns:xlink="http://www.w3.org/1999/xlink">'),
+        (r'\bid="([^"]+)"', rf'id="{prefix}-\1"'),
+        (r'(url\(#|href="#)', rf"\1{prefix}-"),
+        (r"font: ([\d.]+)px [^;\"]+", r"font: \1px system-ui, sans-serif"),
+        *_COLOURS.items(),
+    ):
+        text = re.sub(pattern, replacement, text, flags=re.DOTALL)
+    return text.strip()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from rig.bench.analysis import RULE, Scene, Study, newest, recommend
 from rig.bench.ledger import LedgerError, Reference, Result, references, results
 from rig.bench.views import Cell, Number
 from rig.catalog.entries import ROOT
+from rigctl.whole_files import write_whole
 
 
 def _jinja(*, html: bool) -> Jinja:
@@ -96,13 +96,8 @@ def write(entries: Sequence[Result | Reference], directory: Path) -> list[Path]:
     """Write report.html and report.md, each whole or not at all. Raises LedgerError when that fails."""
     made = {directory / "report.html": page(entries), directory / "report.md": markdown(entries)}
     for path, text in made.items():
-        temporary = path.with_name(f".new-{path.name}")
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)
+            write_whole(path, text)
         except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
             raise LedgerError(f"{path} cannot be written: {error.strerror}") from None
     return list(made)

@@ -128,14 +128,17 @@ def _quantile(kind: str, quantile: str) -> Callable[[Point], Cell]:
     return lambda point: _number(point, point.middle(kind, quantile), 1, path)
 
 
-_LATENCY: Columns[Point] = _CELL | {
-    f"{words} {quantile}": _quantile(kind, quantile)
-    for kind, words, quantiles in (
-        ("ttft", "first token", ("p50", "p90", "p99")),
-        ("itl", "between tokens", ("p50", "p99")),
-        ("e2e", "whole answer", ("p50", "p99")),
-    )
-    for quantile in quantiles
+_LATENCY: Columns[Point] = {
+    **_CELL,
+    **{
+        f"{words} {quantile}": _quantile(kind, quantile)
+        for kind, words, quantiles in (
+            ("ttft", "first token", ("p50", "p90", "p99")),
+            ("itl", "between tokens", ("p50", "p99")),
+            ("e2e", "whole answer", ("p50", "p99")),
+        )
+        for quantile in quantiles
+    },
 }
 
 

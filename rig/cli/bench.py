@@ -27,8 +27,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     ).returncode
     entries = ledger.read(arguments.ledger)
     new = [entry for entry in ledger.results(entries) if entry.id not in before]
-    for path in report.write(entries, arguments.out):
-        print(path)
+    print(*report.write(entries, arguments.out), sep="\n")
     return _judge(status, hosts, new)
 
 
@@ -46,10 +45,7 @@ def _judge(status: int, hosts: Sequence[str], new: Sequence[ledger.Result]) -> i
 def report_command(arguments: argparse.Namespace) -> int:
     """Write report.html and report.md."""
     entries = ledger.read(arguments.ledger)
-    if arguments.reference_only:
-        entries = [*ledger.references(entries)]
-    for path in report.write(entries, arguments.out):
-        print(path)
+    print(*report.write(ledger.references(entries) if arguments.reference_only else entries, arguments.out), sep="\n")
     return 0
 
 
@@ -104,11 +100,11 @@ def diagnose_command(arguments: argparse.Namespace) -> int:
         raise ledger.LedgerError(f"no result of {arguments.configuration} counted drafts")
     for study, scene, concurrency, one in drafting:
         print(f"{study.host}  {scene.title}, {concurrency} concurrent: acceptance length {one.length:.2f}")
-        hypotheses = diagnose_point(study, scene, one)
-        if not hypotheses:
-            print("  not low")
-        for hypothesis in hypotheses:
-            print(f"  {hypothesis.weight:<10} {hypothesis.cause}: {hypothesis.why}. Decides: {hypothesis.experiment}")
+        found = [
+            f"{h.weight:<10} {h.cause}: {h.why}. Decides: {h.experiment}" for h in diagnose_point(study, scene, one)
+        ]
+        for line in found or ["not low"]:
+            print(f"  {line}")
     return 0
 
 
