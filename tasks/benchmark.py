@@ -1,7 +1,6 @@
 """Benchmark: measure serving configurations one after another; results go to the ledger of this repository."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from pyinfra import host
@@ -69,13 +68,8 @@ def benchmark(plan: HostPlan) -> None:
         system.units_loaded(
             name="Load them into systemd", units=[layout.unit_name(made) for made in derived.made], files=files
         )
-    models = sorted({derived.plan.checkpoint_paths[model] for model in _models(derived)})
-    operations.measured(name="Measure", sweep=sweep, models=models, keep=keep)
+    served = [derived.plan.serving[one] for one in derived.names]
+    models = {one.target for one in served} | {one.speculation.drafter for one in served if one.speculation}
+    paths = sorted({derived.plan.checkpoint_paths[model] for model in models})
+    operations.measured(name="Measure", sweep=sweep, models=paths, keep=keep)
     operations.removed(name="Remove derived configurations", derived=derived)
-
-
-def _models(derived: Derived) -> Iterator[str]:
-    for configuration in (derived.plan.serving[name] for name in derived.names):
-        yield configuration.target
-        if configuration.speculation is not None:
-            yield configuration.speculation.drafter

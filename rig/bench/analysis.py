@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median
 
-from rig.bench.acceptance_units import DEFINITIONS, proper_rate, step_cost
+from rig.bench.acceptance_units import proper_rate, step_cost
 from rig.bench.fairness import (
     Finding,
     Spread,
@@ -19,7 +19,7 @@ from rig.bench.fairness import (
     spread,
     warm_speeds,
 )
-from rig.bench.ledger import Reference, Result
+from rig.bench.ledger import Acceptance, Drafter, Reference, Result
 from rigctl.contract.sweep import Counters
 
 RULE = (
@@ -80,11 +80,6 @@ class Point:
     def gauged(self) -> bool:
         """True when the acceptance length comes from a gauge, because the release exports no counters."""
         return self.length is not None and not self.counters.drafts
-
-    @property
-    def positions(self) -> list[float]:
-        """Accepted share by position over all rounds."""
-        return self.counters.positions
 
     @property
     def rate(self) -> float | None:
@@ -309,45 +304,38 @@ def crossing(study: Study, scene: Scene, name: str) -> float | None:
 
 def _span(group: Sequence[Choice], *, first: bool, last: bool, single: bool) -> str:
     low, high = group[0].concurrency, group[-1].concurrency
-    if single and low != high:
-        return f"At every measured load ({low} to {high} concurrent requests)"
-    if single:
-        return f"At {low} concurrent request{'s' if low > 1 else ''}, the only load measured for more than one"
-    if low == high:
-        return f"{'From' if last else 'At'} {low} concurrent request{'s' if low > 1 else ''}"
-    if first:
-        return f"Up to {high} concurrent request{'s' if high > 1 else ''}"
-    if last:
-        return f"From {low} concurrent requests"
-    return f"At {low} to {high} concurrent requests"
+    at_low, at_high = (f"{load} concurrent request{'s' if load > 1 else ''}" for load in (low, high))
+    spans = (
+        (single and low != high, f"At every measured load ({low} to {at_high})"),
+        (single, f"At {at_low}, the only load measured for more than one"),
+        (last, f"From {at_low}"),
+        (low == high, f"At {at_low}"),
+        (first, f"Up to {at_high}"),
+        (True, f"At {low} to {at_high}"),
+    )
+    return next(words for holds, words in spans if holds)
 
 
 def _drafters(study: Study, scene: Scene) -> list[str]:
-    words: list[str] = []
-    for name in study.names:
-        judged = drafted(study, scene, name)
-        if not judged:
-            continue
-        pays = [one for one in judged if one.pays]
-        loses = [one for one in judged if one.pays is False]
-        worst = max(judged, key=lambda one: one.break_even)
-        shown = f"acceptance length {judged[0].length:.2f}"
-        if not pays and loses:
-            needs = [f"{one.break_even:.2f} at concurrency {one.concurrency}" for one in (judged[0], worst)]
-            words.append(f"{name}: drafter below break-even: {shown}, it needs {' and '.join(dict.fromkeys(needs))}.")
-        elif pays:
-            loads = ", ".join(str(one.concurrency) for one in pays)
-            words.append(f"{name}: drafter above break-even at concurrency {loads} ({shown}).")
-        else:
-            words.append(f"{name}: drafter at break-even within noise ({shown}).")
-    return words
+    found = {name: drafted(study, scene, name) for name in study.names}
+    return [f"{name}: drafter {_drafter_words(judged)}." for name, judged in found.items() if judged]
+
+
+def _drafter_words(judged: Sequence[Drafted]) -> str:
+    shown = f"acceptance length {judged[0].length:.2f}"
+    if loads := ", ".join(str(one.concurrency) for one in judged if one.pays):
+        return f"above break-even at concurrency {loads} ({shown})"
+    if all(one.pays is None for one in judged):
+        return f"at break-even within noise ({shown})"
+    worst = max(judged, key=lambda one: one.break_even)
+    needs = [f"{one.break_even:.2f} at concurrency {one.concurrency}" for one in (judged[0], worst)]
+    return f"below break-even: {shown}, it needs {' and '.join(dict.fromkeys(needs))}"
 
 
 @dataclass(frozen=True)
 class Reading:
     """One reading of a reported acceptance. cost: break-even length, where a speedup was reported too."""
 
-    definition: str
     length: float
     rate: float
     cost: float | None
@@ -358,30 +346,24 @@ class Judged:
     """A reported configuration with what follows from its figures."""
 
     entry: Reference
-    base: Reference | None
     speedup: float | None
     speedup_from: str
     readings: Sequence[Reading]
-    notes: Sequence[str] = field(default=())
+    notes: Sequence[str]
 
 
 def judge_reference(entry: Reference, entries: Mapping[str, Reference]) -> Judged:
     """What a reference entry says beyond its figures: lengths, break-even, and whether a limit speaks through it."""
-    base = entries.get(entry.base) if entry.base else None
+    base, drafter = entries.get(entry.base or ""), entry.configuration.drafter
     speedup, words = _reported_speedup(entry, base)
-    readings = list(_readings(entry, speedup))
+    readings = [_reading(acceptance, drafter, speedup) for acceptance in entry.acceptance] if drafter else []
     notes = [text for text in (entry.note, _limit_note(entry, base, speedup)) if text]
-    return Judged(entry, base, speedup, words, readings, notes)
+    return Judged(entry, speedup, words, readings, notes)
 
 
-def _readings(entry: Reference, speedup: float | None) -> Iterator[Reading]:
-    drafter = entry.configuration.drafter
-    if drafter is None:
-        return
-    for acceptance in entry.acceptance:
-        length = acceptance.length(drafter)
-        cost = step_cost(length, speedup) if speedup else None
-        yield Reading(DEFINITIONS[acceptance.definition].words, length, proper_rate(length, drafter.steps), cost)
+def _reading(acceptance: Acceptance, drafter: Drafter, speedup: float | None) -> Reading:
+    length = acceptance.length(drafter)
+    return Reading(length, proper_rate(length, drafter.steps), step_cost(length, speedup) if speedup else None)
 
 
 def _figures(what: str, entry: Reference, base: Reference | None) -> tuple[float, float] | None:

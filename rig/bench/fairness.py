@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
-from rig.bench.ledger import Reference, Result, ServedAs
+from rig.bench.ledger import Reference, Result
 
 Severity = Literal["unfair", "warning", "note"]
 
@@ -96,15 +96,17 @@ def _impossible(result: Result) -> Iterator[Finding]:
 
 def _binding(result: Result) -> Iterator[Finding]:
     limit = result.configuration.effective_limit
+    automatic = result.configuration.max_running_requests is None
+    own = " (SGLang's own limit with speculation; set max_running_requests)" if automatic else ""
     for number, measured in enumerate(result.rounds, 1):
         running, waiting = measured.observed.running_max, measured.observed.waiting_max
         if running is None or not waiting:
             continue
         if limit is not None and running >= BINDING_SHARE * limit and result.workload.concurrency > limit:
             yield Finding(
-                "unfair" if result.configuration.max_running_requests is None else "warning",
+                "unfair" if automatic else "warning",
                 "binding limit",
-                f"round {number}: at most {limit} requests ran{_automatic(result.configuration)} "
+                f"round {number}: at most {limit} requests ran{own} "
                 f"while up to {waiting:g} waited: the limit is measured, not the configuration",
             )
             return
@@ -116,12 +118,6 @@ def _binding(result: Result) -> Iterator[Finding]:
                 "below the limit: the KV cache or the token budget is what binds",
             )
             return
-
-
-def _automatic(configuration: ServedAs) -> str:
-    if configuration.max_running_requests is None:
-        return " (SGLang's own limit with speculation; set max_running_requests)"
-    return ""
 
 
 def _cold(result: Result) -> Iterator[Finding]:

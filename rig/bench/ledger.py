@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +15,7 @@ from rig.bench.acceptance_units import DEFINITIONS, Drafting
 from rig.catalog.entries import ROOT
 from rigctl.contract.order import Part
 from rigctl.contract.sweep import Load, Round
+from rigctl.whole_files import write_whole
 
 DIRECTORY = ROOT / "ledger"
 
@@ -181,21 +182,15 @@ def append(result: Result, directory: Path = DIRECTORY) -> Path:
         if path.read_text(encoding="utf-8") == content:
             return path
         raise LedgerError(f"{path} exists and differs: the ledger is append-only")
-    temporary: str | None = None
+    temporary = path.with_name(f".new-{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
+        write_whole(temporary, content)
         os.link(temporary, path)  # fails if somebody was faster; a rename would overwrite
     except OSError as error:
         raise LedgerError(f"{path} cannot be written: {error.strerror}; no result was added") from None
     finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
     return path
 
 

@@ -99,7 +99,7 @@ def acceptance(study: Study, scene: Scene, prefix: str) -> str:
     def draw(axes: Axes) -> None:
         longest = 0
         for number, name in enumerate(study.names):
-            counted = (point.positions for _, point in study.line(scene, name) if point.positions)
+            counted = (point.counters.positions for _, point in study.line(scene, name) if point.counters.positions)
             if shares := [100 * share for share in next(counted, [])]:
                 longest = max(longest, len(shares))
                 axes.plot(range(len(shares)), shares, **_look(number, name))

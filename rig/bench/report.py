@@ -52,7 +52,7 @@ def text_cell(cell: Cell) -> str:
 def _pictures(study: Study, scene: Scene, number: int) -> dict[str, Markup]:
     """Pictures of a scene by title. number: of the scene in the study."""
     kinds = {"Throughput": plots.throughput, "Latency": plots.latency}
-    if any(point.positions for name in study.names for _, point in study.line(scene, name)):
+    if any(point.counters.positions for name in study.names for _, point in study.line(scene, name)):
         kinds["Acceptance by position"] = plots.acceptance
     prefix = f"{study.host}-{number}"
     return {title: Markup(draw(study, scene, prefix)) for title, draw in kinds.items()}  # noqa: S704  # matplotlib's own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from rig.artifacts.units import run_specification
-from rig.catalog.entries import NAME, ROOT, Configuration, inventory_directory
+from rig.catalog.entries import NAME, ROOT, inventory_directory
 from rig.catalog.yaml_source import CatalogError, load
 from rig.plan.host_plan import HostPlan, canonical_digest
 from rigctl.contract import layout
@@ -116,12 +117,6 @@ def workloads_of(sweep: SweepEntry) -> list[Workload]:
     ]
 
 
-def fits(configuration: Configuration, workload: Workload) -> bool:
-    """True when prompt filler and answer fit into the configuration's context."""
-    limit = configuration.context_length
-    return limit is None or workload.context + workload.output_tokens < limit
-
-
 def prompt_texts(name: str) -> list[str]:
     """The texts of a prompt set; the synthetic one is made on the host."""
     if name == SYNTHETIC:
@@ -160,7 +155,9 @@ def host_sweep(plan: HostPlan, name: str, sweep: SweepEntry, configurations: Seq
     Raises CatalogError when nothing is left to measure.
     """
     workloads = workloads_of(sweep)
-    cells = {c: [w.id for w in workloads if fits(plan.serving[c], w)] for c in configurations}
+    # Filler and answer must fit into a configuration's context, where it has a limit.
+    room = {c: plan.serving[c].context_length or math.inf for c in configurations}
+    cells = {c: [w.id for w in workloads if w.context + w.output_tokens < room[c]] for c in configurations}
     skipped = [f"{c}, {w.id}" for c in configurations for w in workloads if w.id not in cells[c]]
     if not any(cells.values()):
         raise CatalogError(f"sweep {name}: no load fits into the context of {', '.join(configurations)}")

@@ -155,9 +155,9 @@ def _own_rate(point: Point) -> str | None:
 
 
 def _positions(point: Point) -> Cell:
-    if not point.positions:
+    if not point.counters.positions:
         return "not counted"  # SGLang has no counter of it
-    shares = [100 * share for share in point.positions]
+    shares = [100 * share for share in point.counters.positions]
     numbers = (Number(share, 0, point.result.id, f"rounds.counters.accepted_at:{n}") for n, share in enumerate(shares))
     return tuple(item for number in numbers for item in (" ", number, " %"))
 
@@ -245,7 +245,7 @@ def diagnose_point(study: Study, scene: Scene, point: Point) -> list[Hypothesis]
     return diagnose(
         Evidence(
             length=point.length,
-            positions=point.positions,
+            positions=point.counters.positions,
             temperature=scene.temperature,
             target=point.result.configuration.target,
             targets=drafter.targets,

@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
 
 from pyinfra import host, logger
 from pyinfra.api import operation
@@ -18,13 +17,10 @@ from rig.operations import jobs
 from rig.operations.common import Commands, note, remember, script
 from rigctl.contract import layout
 from rigctl.contract.environment_build import EnvironmentBuild
-from rigctl.contract.order import Order
 from rigctl.contract.sweep import CellResult, HostFacts, cell_file
 
 # A sweep of many configurations with long loads; systemd ends it after this.
 LIMIT_SECONDS = 7 * 24 * 3600
-
-Answered = TypeVar("Answered", bound=Order)
 
 
 def generator_environment(path: str, python: str, lock: str, cache: str, wheels: str | None) -> EnvironmentBuild:
@@ -125,13 +121,10 @@ def measured(sweep: HostSweep, models: Sequence[str], keep: Callable[[CellResult
             limit_seconds=LIMIT_SECONDS,
         )
     )
-    [facts] = _orders(HostFacts, shlex.join([layout.RIGCTL, "bench", "host", *models]))
-    for result in _orders(CellResult, f"{layout.RIGCTL} bench results {path}"):
-        keep(result, facts)
+    asked, listed = shlex.join([layout.RIGCTL, "bench", "host", *models]), f"{layout.RIGCTL} bench results {path}"
+    [facts] = [HostFacts.parse_text(line, asked) for line in host.get_fact(Lines, script=asked)]
+    for line in host.get_fact(Lines, script=listed):
+        keep(CellResult.parse_text(line, listed), facts)
     logger.info(f"{host.print_prefix}{len(order.pairs)} cells are in the ledger")
     # Kept until the next one of its kind, for whoever wants to look; a new run measures anew.
     yield script(f"rm -rf {sweep.directory}.done", f"mv -T {sweep.directory} {sweep.directory}.done")
-
-
-def _orders(kind: type[Answered], command: str) -> list[Answered]:
-    return [kind.parse(json.loads(line), command) for line in host.get_fact(Lines, script=command)]

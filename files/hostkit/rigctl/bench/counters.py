@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -54,6 +54,7 @@ GAUGES = {
 }
 SAMPLE_SECONDS = 0.5
 GPU_QUERY = "index,name,power.draw,clocks.sm,memory.used"
+GPU_MEANS = ("power_w", "clock_mhz", "memory_mib")
 
 
 class MetricsWrong(Exception):
@@ -162,7 +163,10 @@ class Observer:
             waiting_mean=fmean(waiting) if waiting else None,
             kv_use_max=max(use, default=None),
             own_length_mean=fmean(lengths) if lengths else None,
-            gpus=[_mean_gpu(samples) for samples in zip(*self._gpus, strict=False)],
+            gpus=[
+                Gpu(name=card[0].name, **{key: round(fmean(getattr(gpu, key) for gpu in card), 1) for key in GPU_MEANS})
+                for card in zip(*self._gpus, strict=False)
+            ],
         )
 
 
@@ -177,13 +181,6 @@ def gpu_state() -> list[Gpu]:
             continue  # a card that reports [N/A]
         found.append(Gpu(name=f"{index} {name}", power_w=power, clock_mhz=clock, memory_mib=memory))
     return found
-
-
-def _mean_gpu(samples: Sequence[Gpu]) -> Gpu:
-    means = {
-        key: round(fmean(getattr(gpu, key) for gpu in samples), 1) for key in ("power_w", "clock_mhz", "memory_mib")
-    }
-    return Gpu(name=samples[0].name, **means)
 
 
 def wait_idle(engine: Engine, seconds: float) -> Reading:

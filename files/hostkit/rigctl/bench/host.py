@@ -27,7 +27,7 @@ def host_facts(models: Sequence[str]) -> HostFacts:
     """Hardware, driver, kernel, the host's receipt, and for each model directory its layers and layer ids."""
     return HostFacts(
         hardware=_hardware(),
-        driver=_driver(),
+        driver=next((row[0] for row in nvidia_smi("--query-gpu=driver_version")), None),
         kernel=platform.release(),
         receipt=read_object(RECEIPT) or {},
         models={path: _model(Path(path)) for path in models},
@@ -41,10 +41,6 @@ def _hardware() -> str:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
     return f"no GPU, {os.cpu_count()} cores of {model}"
-
-
-def _driver() -> str | None:
-    return next((row[0] for row in nvidia_smi("--query-gpu=driver_version")), None)
 
 
 def _model(path: Path) -> ModelFacts:

@@ -147,16 +147,12 @@ def configuration(
             },
             "tokenizer": {"name": str(directory / "tokenizer")},
             "artifacts": {"dir": str(directory / "out")},
-            "runtime": {"ui": "none", "workers": workers(workload.concurrency)},
+            # Client processes: a quarter of the cores, at least four, never more than there are streams.
+            "runtime": {"ui": "none", "workers": min(workload.concurrency, max(4, (os.cpu_count() or 1) // 4))},
             "gpu_telemetry": {"enabled": False},
             "server_metrics": {"enabled": False},
         },
     }
-
-
-def workers(concurrency: int) -> int:
-    """Client processes: a quarter of the cores, at least four, never more than there are streams."""
-    return max(1, min(concurrency, max(4, (os.cpu_count() or 1) // 4)))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import requests
 
 from rigctl.supervisor.engine_client import Engine
 
-CACHE = Path("/var/cache/kimi-rig")
+CACHE = Path("/var/cache/kimi-rig")  # a profiled configuration writes to <name>/profile below it
 # NCCL's kernels, the engines' own (custom, one-shot, quick) and FlashInfer's fused ones.
 ALL_REDUCE = re.compile(r"all_?reduce|cross_device_reduce", re.IGNORECASE)
 WRITING_SECONDS = 120
@@ -30,11 +30,6 @@ RECORDED = {"activities": ["GPU"], "with_stack": False, "record_shapes": False}
 
 class ProfileFailed(Exception):
     """The engine cannot be profiled. Says why."""
-
-
-def trace_directory(configuration: str) -> Path:
-    """Where a profiled configuration writes its traces: below its unit's cache directory."""
-    return CACHE / configuration / "profile"
 
 
 def start(engine: Engine) -> None:

@@ -7,6 +7,7 @@ too: it says why, and the sweep goes on.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -132,16 +133,11 @@ def _run(sweep: Sweep, directory: Path) -> int:
             _configuration(run, named(name), workloads)
     finally:
         if todo:
-            _put_back(before)
+            for unit in before:  # systemctl does nothing where it runs already
+                subprocess.run(["systemctl", "start", "--no-block", unit], check=False)
     shutil.rmtree(directory / "round", ignore_errors=True)
     run.say("the sweep is complete")
     return 0
-
-
-def _put_back(units: list[str]) -> None:
-    """Start what ran before the sweep; `systemctl start` on what runs already does nothing."""
-    for unit in units:
-        subprocess.run(["systemctl", "start", "--no-block", unit], check=False)
 
 
 def _configuration(run: Run, specification: Specification, workloads: list[Workload]) -> None:
@@ -317,7 +313,7 @@ def _warm_up(run: Run, engine: Engine, workload: Workload, ratio: float) -> tupl
     warmup, speeds = run.sweep.warmup, list[float]()
     while len(speeds) < warmup.most:
         speeds.append(_unmeasured(run, engine, workload, f"warm-up {len(speeds)}", ratio))
-        if len(speeds) >= max(2, warmup.least) and _same(speeds[-2], speeds[-1], warmup.tolerance):
+        if len(speeds) >= max(2, warmup.least) and math.isclose(speeds[-2], speeds[-1], rel_tol=warmup.tolerance):
             return len(speeds), True
     return len(speeds), False if len(speeds) > 1 else None
 
@@ -337,14 +333,10 @@ def _profiled(run: Run, engine: Engine, workload: Workload, ratio: float) -> dic
     try:
         profile.start(engine)
         _unmeasured(run, engine, short, "profile", ratio)
-        return profile.stop(engine, profile.trace_directory(name))
+        return profile.stop(engine, profile.CACHE / name / "profile")
     except profile.ProfileFailed as error:
         run.say(f"{name}, {workload.id}: not profiled: {error}")
         return {}
-
-
-def _same(one: float, other: float, tolerance: float) -> bool:
-    return abs(one - other) <= tolerance * max(one, other)
 
 
 def _round(run: Run, engine: Engine, workload: Workload, prompts: Iterator[str], directory: Path) -> tuple[Round, str]:
