@@ -99,7 +99,5 @@ BANDS = (
 
 def band(rate: float) -> str:
     """The operator's judgement of a proper acceptance rate."""
-    for below, words in BANDS:
-        if rate < below:
-            return words
-    return "at or above the operator's band of 60 to 80 %"
+    above = "at or above the operator's band of 60 to 80 %"
+    return next((words for below, words in BANDS if rate < below), above)

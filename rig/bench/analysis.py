@@ -213,7 +213,6 @@ class Drafted:
 
     concurrency: int
     name: str
-    base: str
     own: Point
     against: Point
     """The base at this load."""
@@ -245,22 +244,25 @@ def base_of(study: Study, result: Result) -> str | None:
         and other.configuration.target == mine.target
     ]
     # Of several the one with the same limits: a sweep over limits measures more than one.
-    same.sort(
-        key=lambda c: (c.effective_limit != mine.effective_limit, c.context_length != mine.context_length, c.name)
+    likest = min(
+        same,
+        key=lambda c: (c.effective_limit != mine.effective_limit, c.context_length != mine.context_length, c.name),
+        default=None,
     )
-    return same[0].name if same else None
+    return likest.name if likest else None
 
 
 def drafted(study: Study, scene: Scene, name: str) -> list[Drafted]:
     """A drafter at every load at which its base was measured too, if the two can be compared."""
-    found: list[Drafted] = []
-    for concurrency, own in study.line(scene, name):
-        base = base_of(study, own.result)
-        against = study.points.get((scene, concurrency, base)) if base else None
-        if base is None or against is None or own.length is None or unfair([against, own]):
-            continue
-        found.append(Drafted(concurrency, name, base, own, against, own.length))
-    return found
+    beside = (
+        (concurrency, own, study.points.get((scene, concurrency, base_of(study, own.result) or "")))
+        for concurrency, own in study.line(scene, name)
+    )
+    return [
+        Drafted(concurrency, name, own, against, own.length)
+        for concurrency, own, against in beside
+        if against is not None and own.length is not None and not unfair([against, own])
+    ]
 
 
 def recommend(study: Study, scene: Scene) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
-from rig.bench.ledger import Reference, Result
+from rig.bench.ledger import Reference, Result, ServedAs
 
 Severity = Literal["unfair", "warning", "note"]
 
@@ -67,18 +67,17 @@ def _shown(value: Any) -> str:
 
 def limits_of_references(entries: Sequence[Reference]) -> list[Finding]:
     """Reported figures whose limit of running requests is known to differ."""
-    limits = {entry.configuration.name: entry.configuration.effective_limit for entry in entries}
-    if len(set(limits.values())) < 2:
+    served = [entry.configuration for entry in entries]
+    if len({one.effective_limit for one in served}) < 2:
         return []
-    listed = ", ".join(f"{name}: {_limit_words(entry)}" for name, entry in zip(limits, entries, strict=True))
+    listed = ", ".join(f"{one.name}: {_limit_words(one)}" for one in served)
     return [Finding("unfair", "max_running_requests", f"limits of running requests differ ({listed})")]
 
 
-def _limit_words(entry: Reference) -> str:
-    limit = entry.configuration.effective_limit
-    if limit is None:
+def _limit_words(served: ServedAs) -> str:
+    if served.effective_limit is None:
         return "the engine's own"
-    return f"{limit}{'' if entry.configuration.max_running_requests else ' (automatic)'}"
+    return f"{served.effective_limit}{'' if served.max_running_requests else ' (automatic)'}"
 
 
 def check_result(result: Result) -> list[Finding]:
@@ -148,8 +147,7 @@ def warm_speeds(result: Result, read: Callable[[Any], float] = lambda r: r.outpu
 
 
 def _bimodal(result: Result) -> Iterator[Finding]:
-    modes = two_modes(warm_speeds(result))
-    if modes is not None:
+    if modes := two_modes(warm_speeds(result)):
         slow, fast = modes
         yield Finding(
             "warning",
@@ -196,14 +194,15 @@ def _tokens(result: Result) -> Iterator[Finding]:
 
 
 def _loss(result: Result) -> Iterator[Finding]:
-    errors = sum(measured.errors for measured in result.rounds)
-    if errors:
+    if errors := sum(measured.errors for measured in result.rounds):
         words = "; ".join(sorted({text for measured in result.rounds for text in measured.error_summary}))
         yield Finding("unfair", "errors", f"{errors} requests failed ({words or 'no message'})")
-    preempted = sum(measured.counters.preemptions or 0 for measured in result.rounds)
-    if preempted:
-        message = f"{preempted} requests were preempted: the KV cache is too small for this load"
-        yield Finding("note", "preemptions", message)
+    if preempted := sum(measured.counters.preemptions or 0 for measured in result.rounds):
+        yield Finding(
+            "note",
+            "preemptions",
+            f"{preempted} requests were preempted: the KV cache is too small for this load",
+        )
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ _ACCEPTANCE: Columns[Point] = {
 _BREAK_EVEN: Columns[Drafted] = {
     "configuration": lambda one: one.name,
     "concurrent": lambda one: _concurrency(one.own.result),
-    "base": lambda one: one.base,
+    "base": lambda one: one.against.result.configuration.name,
     "times base": lambda one: _number(one.own, one.speedup, 2, f"speedup over {one.against.result.id}"),
     "acceptance length": lambda one: _number(one.own, one.length, 2, "rounds.counters:length"),
     "break-even length": lambda one: _number(one.own, one.break_even, 2, f"break-even over {one.against.result.id}"),

@@ -65,26 +65,23 @@ def list_command(arguments: argparse.Namespace) -> int:
 
 def compare_command(arguments: argparse.Namespace) -> int:
     """Two configurations, load by load; says what makes them incomparable."""
-    studies = newest(ledger.results(ledger.read(arguments.ledger)))
-    compared = 0
-    for host, study in studies.items():
-        for scene in study.scenes:
-            lines = [dict(study.line(scene, name)) for name in (arguments.one, arguments.other)]
-            for concurrency in sorted(set(lines[0]) & set(lines[1])):
-                one, other = lines[0][concurrency], lines[1][concurrency]
-                ratio = other.total.median / one.total.median
-                noise = "  noise: the ranges overlap" if is_noise(one.total, other.total) else ""
-                print(
-                    f"{host}  {scene.title}, {concurrency} concurrent: {one.total.median:,.1f} against "
-                    f"{other.total.median:,.1f} tok/s, {ratio:.2f} times{noise}"
-                )
-                for finding in unfair([one, other]):
-                    print(f"  UNFAIR {finding.check}: {finding.message}")
-                compared += 1
-    if not compared:
+    pairs = [
+        (f"{host}  {scene.title}, {concurrency} concurrent", one, other)
+        for host, study in newest(ledger.results(ledger.read(arguments.ledger))).items()
+        for scene in study.scenes
+        for concurrency, one in study.line(scene, arguments.one)
+        if (other := study.points.get((scene, concurrency, arguments.other)))
+    ]
+    if not pairs:
         raise ledger.LedgerError(
             f"{arguments.one} and {arguments.other} were not measured under one load (`python -m rig.cli.bench list`)"
         )
+    for load, one, other in pairs:
+        speeds = f"{one.total.median:,.1f} against {other.total.median:,.1f} tok/s"
+        noise = "  noise: the ranges overlap" if is_noise(one.total, other.total) else ""
+        print(f"{load}: {speeds}, {other.total.median / one.total.median:.2f} times{noise}")
+        for finding in unfair([one, other]):
+            print(f"  UNFAIR {finding.check}: {finding.message}")
     return 0
 
 

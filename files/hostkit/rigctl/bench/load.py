@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Annotated, Any, Self, TypeVar
@@ -290,10 +291,7 @@ def tokens_a_word(engine: Engine, words: Sequence[str], seconds: float) -> float
 
     Raises requests.RequestException; LoadFailed for an answer that does not say how long its prompt was.
     """
-    counts = []
-    for amount in (20, 120):
-        answer = engine.completion(
-            " ".join(words[i % len(words)] for i in range(amount)), timeout=seconds, max_tokens=1
-        )
-        counts.append(_used(answer, "prompt_tokens"))
-    return max((counts[1] - counts[0]) / 100, 0.25)
+    prompts = (" ".join(islice(cycle(words), amount)) for amount in (20, 120))
+    answers = (engine.completion(prompt, timeout=seconds, max_tokens=1) for prompt in prompts)
+    few, many = (_used(answer, "prompt_tokens") for answer in answers)
+    return max((many - few) / 100, 0.25)

@@ -248,9 +248,9 @@ def _round_directory(run: Run) -> Iterator[Path]:
     directory = run.directory / "round"
     try:
         yield directory
+    except requests.RequestException:  # an OSError too, and the engine's
+        raise
     except OSError as error:
-        if isinstance(error, requests.RequestException):
-            raise
         raise RigctlError(
             f"{directory}: {error.strerror or error}; finished cells are kept: make room and run the benchmark again"
         ) from None
