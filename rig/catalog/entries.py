@@ -495,9 +495,12 @@ def _check_current(name: str, entry: Configuration, catalog: Catalog, finding: T
     if entry.accept.differs_from_base is not None:
         return
     for key in Configuration.model_fields.keys() - {"description", "release", "accept"}:
-        if getattr(entry, key) != getattr(base, key):
+        mine, its = getattr(entry, key), getattr(base, key)
+        if mine != its:
+            both = isinstance(mine, Mapping) and isinstance(its, Mapping)
+            inner = [name for name in mine if its.get(name) != mine[name]][:1] if both else []
             yield finding(
-                [key],
+                [key, *inner],
                 f"differs from {name.removesuffix('-current')}, of which this is the variant on another release. Make "
                 "both equal, rename this entry, or state the reason in it: `accept: {differs_from_base: ...}`",
             )

@@ -83,7 +83,8 @@ def _flat(value: Mapping[str, Any], above: str = "") -> Iterator[str]:
 def _lines(text: str) -> list[str]:
     """One flag and one unit name a line, without digests: they differ whenever anything does."""
     text = re.sub(r"(?m)^(After|Conflicts)=(.*)$", lambda m: "\n".join(f"{m[1]}={unit}" for unit in m[2].split()), text)
-    return [line.strip() for line in text.replace(" --", "\n--").splitlines() if 'digest": "' not in line]
+    lines = (line.strip() for line in text.replace(" --", "\n--").splitlines())
+    return [line for line in lines if not re.search(r'"[0-9a-f]{64}"', line)]
 
 
 def differences(before: Side, after: Side) -> Iterator[str]:
@@ -93,6 +94,8 @@ def differences(before: Side, after: Side) -> Iterator[str]:
         if title in before.wrong or title in after.wrong:
             continue
         old, new = before.parts.get(title), after.parts.get(title)
+        if old is None and title.startswith(ENTRIES):  # a new overlay changes the entries as they are without it
+            old = before.parts.get(ENTRIES)
         groups: dict[tuple[str, ...], list[str]] = {}
         for name in dict.fromkeys([*(old or {}), *(new or {})]):
             change = _change((old or {}).get(name), (new or {}).get(name), named=bool(name))
@@ -146,7 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for inventory, side in ((arguments.ref, before), ("the edited inventory", after)):
             for title, why in side.wrong.items():
                 print(f"{inventory}: {title}: not compared: {why}")
-        print("\n".join(differences(before, after)) or f"nothing differs from {arguments.ref}")
+        said = list(differences(before, after))
+        print("\n".join(said) or f"nothing differs from {arguments.ref}")
+        if any(line.startswith("host ") for line in said):
+            print("a unit becomes stale by its [Service] lines: `After`, `Conflicts` and descriptions restart nothing")
         return 0
 
     return ended(work)

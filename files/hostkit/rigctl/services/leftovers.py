@@ -109,13 +109,13 @@ def unused_segments(directory: Path = SHM, proc: Path = Path("/proc")) -> list[P
         return []
     used: set[str] = set()
     for process in proc.glob("[0-9]*"):
+        with suppress(OSError):  # a process may end at any of these
+            maps = (process / "maps").read_text(errors="replace")
+            used |= set(re.findall(rf"({re.escape(str(directory))}/\S+)", maps))
         with suppress(OSError):
-            used |= set(
-                re.findall(rf"({re.escape(str(directory))}/\S+)", (process / "maps").read_text(errors="replace"))
-            )
-        for link in process.glob("fd/*"):
-            with suppress(OSError):
-                used.add(str(link.readlink()))
+            for link in (process / "fd").iterdir():
+                with suppress(OSError):
+                    used.add(str(link.readlink()))
     return sorted(path for path in segments if str(path) not in used)
 
 
