@@ -67,8 +67,8 @@ rollback: .venv/ready ## INVENTORY=... [LIMIT=host] [TO=state]: environments, un
 verify: .venv/ready ## INVENTORY=...: prove the live hosts
 	@$(BIN)/python -m pytest -q tests/host --inventory "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
 
-explain: .venv/ready ## INVENTORY=... [LIMIT=host] [FORMAT=json]: host facts, every setting, why and from where
-	@$(BIN)/python -m rig.cli.explain "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${FORMAT:+--format="$$FORMAT"}
+explain: .venv/ready ## INVENTORY=... [LIMIT=host] [ALL=1] [FORMAT=json]: what is set on a host, what not, and why
+	@$(BIN)/python -m rig.cli.explain "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $(if $(ALL),--all) $${FORMAT:+--format="$$FORMAT"}
 
 pin: .venv/ready ## CHECKPOINT=... [REVISION=commit] [TOKEN_FILE=...]: pin a revision, write its manifest
 	@$(BIN)/python -m rig.maintain.pin "$$CHECKPOINT" $${REVISION:+--revision="$$REVISION"} $${TOKEN_FILE:+--token-file="$$TOKEN_FILE"}

@@ -5,7 +5,7 @@ What takes effect at boot is staged and marked pending: no serving unit starts b
 
 from pyinfra.api import deploy
 
-from rig.artifacts.host_checks import driver_decision, findings, reboot_reasons
+from rig.artifacts.host_checks import driver_decision, findings, reboot_due, reboot_reasons
 from rig.host.nvidia_driver import Action
 from rig.host.system_files import POWER_UNIT, host_files, unwanted_files
 from rig.operations import host_settings as operations
@@ -37,7 +37,7 @@ def host(plan: HostPlan) -> None:
     if units:
         operations.enabled_now(name="Start the host's units, also at boot", units=units)
     why = reboot_reasons(plan, step)
-    if (why or step.reboot) and plan.data.reboot == "yes":
+    if plan.data.reboot == "yes" and reboot_due(plan, step):
         ports = sorted({entry.listen.port for entry in plan.serving.values()})
         operations.may_reboot(name="Look for running engines", names=list(plan.serving), ports=ports)
         operations.rebooted(name="Reboot", limit_seconds=REBOOT_SECONDS)

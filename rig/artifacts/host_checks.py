@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rig.artifacts.checkpoint_orders import expected_bytes
-from rig.host.live_settings import reboot_pending
+from rig.host.live_settings import reboot_needed, reboot_recommended
 from rig.host.memory_fit import MIB, Fit, Model, configuration_fit
 from rig.host.nvidia_driver import Action, DriverStep, driver_step, minimum_driver
 from rig.host.preflight import SHM, Finding, Needs, preflight
@@ -114,7 +114,13 @@ def driver_decision(plan: HostPlan) -> DriverStep:
 
 def reboot_reasons(plan: HostPlan, step: DriverStep) -> list[str]:
     """Why the host must reboot before it serves; empty when it need not."""
-    waiting = [f"{one.key} = {one.value}" for one in reboot_pending(plan.decision.settings, plan.facts)]
+    waiting = [f"{one.key} = {one.value}" for one in reboot_needed(plan.decision.settings, plan.facts)]
     # What a driver that is only now installed needs is known, and marked, once it is there.
     known = step.reboot if step.action is not Action.INSTALL else None
     return [known, *waiting] if known else waiting
+
+
+def reboot_due(plan: HostPlan, step: DriverStep) -> bool:
+    """Whether a deploy that may reboot does: for what is only recommended not while an engine of ours runs."""
+    later = reboot_recommended(plan.decision.settings, plan.facts) and not running_configurations(plan)
+    return bool(reboot_reasons(plan, step) or step.reboot or later)

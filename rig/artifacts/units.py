@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from typing import Any
@@ -13,7 +13,8 @@ from jinja2 import FileSystemLoader, StrictUndefined
 from rig.artifacts import format_0
 from rig.artifacts.kernel_orders import toolkit
 from rig.catalog.entries import ROOT, Configuration, Source
-from rig.host.settings import HostSettings
+from rig.host.live_settings import reboot_recommended
+from rig.host.settings import HostSettings, Kind
 from rig.plan.command_lines import command_line, served_model_name
 from rig.plan.host_plan import HostPlan, canonical_digest
 from rigctl.contract import layout
@@ -94,7 +95,9 @@ def run_specification(plan: HostPlan, name: str) -> RunSpecification:
         "drain": release.drain,
         "rate_counts_bonus": release.rate_counts_bonus,
         "limits": plan.data.supervision,
-        "host_settings": live_settings(plan.settings),
+        "host_settings": live_settings(
+            plan.settings, {one.key for one in reboot_recommended(plan.decision.settings, plan.facts)}
+        ),
         "unit_digest": sha256(unit.encode()).hexdigest(),
         "digest": "to be computed",
         "same_as": [],
@@ -144,11 +147,19 @@ def _origin(source: Source) -> list[Any]:
     return [getattr(source, key, None) for key in keys]
 
 
-def live_settings(settings: HostSettings) -> LiveSettings:
-    """What the supervisor looks for on the running host before it starts an engine."""
+def live_settings(settings: HostSettings, later: Collection[str] = ()) -> LiveSettings:
+    """What the supervisor looks for on the running host before it starts an engine.
+
+    later: keys of boot-time settings that the next boot may bring, and that stop nothing before.
+    """
+    options = {
+        module: {name: value for name, value in values.items() if f"{Kind.MODULE_OPTION}.{module}.{name}" not in later}
+        for module, values in settings.module_options.items()
+    }
+    arguments = settings.kernel_arguments
     return LiveSettings(
-        kernel_arguments=list(settings.kernel_arguments),
-        module_options={module: dict(options) for module, options in settings.module_options.items()},
+        kernel_arguments=[one for one in arguments if f"{Kind.KERNEL_ARGUMENT}.{one.partition('=')[0]}" not in later],
+        module_options={module: values for module, values in options.items() if values},
         sysctls=dict(settings.sysctls),
         governor=settings.governor,
         disk_scheduler=dict(settings.disk_scheduler),
@@ -208,7 +219,7 @@ def engine_environment(plan: HostPlan, configuration: Configuration) -> dict[str
         **ONE_HOST,
         **cuda,
         **visible,
-        **plan.settings.environment.get(release.engine, {}),
+        **plan.settings_of(configuration).environment.get(release.engine, {}),
         "HF_HUB_OFFLINE": "1",
         **release.environment,
         **configuration.environment,

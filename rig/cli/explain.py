@@ -5,24 +5,25 @@ Exit codes: 0 printed; 1 a host could not be read.
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rig.artifacts.host_checks import findings
-from rig.catalog.entries import check_all
+from rig.catalog.entries import check_all, load_catalog
 from rig.cli.arguments import LIMIT, Options, parse
 from rig.cli.converge import RunFailed, asked_hosts, ended, run_pyinfra
-from rig.facts.host import FactsError, parse_host
+from rig.facts.host import FactsError, HostFacts, parse_host
 from rig.host.explanation import explain_json, explain_text
-from rig.host.topology import decide
+from rig.host.topology import Decision, decide
 from rig.plan.drafter_layers import drafters_json, drafters_text
-from rig.plan.host_plan import HostPlan
+from rig.plan.host_plan import HostPlan, recorded_workloads
 
 OPTIONS: Options = {
     "inventory": {"nargs": "?", "help": "such as inventory/gpu.py"},
     "--facts": {"type": Path, "help": "a recorded document of remote_script.py instead of a live host"},
     "--format": {"choices": ("text", "json"), "default": "text"},
+    "--all": {"action": "store_true", "help": "whole reasons, every report, and what is left alone"},
     **LIMIT,
 }
 PAGES = "KIMI_RIG_PAGES"
@@ -45,15 +46,24 @@ def live_pages(inventory: str, limits: Sequence[str]) -> list[dict[str, Any]]:
 def live_page(name: str, plan: HostPlan) -> dict[str, Any]:
     """Both forms of a live host's page, with what the preflight found."""
     found = findings(plan)
-    text = explain_text(name, plan.facts, plan.decision) + drafters_text(plan)
+    each = plan.decisions
+    below = drafters_text(plan)
     if found:
-        text += "\nPreflight\n---------\n" + "".join(f"{one}\n" for one in found)
-    document = explain_json(name, plan.facts, plan.decision)
+        below += "\nPreflight\n---------\n" + "".join(f"{one}\n" for one in found)
+    document = explain_json(name, plan.facts, plan.decision, each)
     document["drafters"] = drafters_json(plan)
     document["findings"] = [
         {"severity": one.severity, "code": one.code, "message": one.message, "remedy": one.remedy} for one in found
     ]
-    return {"host": name, "text": text, "json": document}
+    page = _texts(name, plan.facts, plan.decision, each)
+    return {"host": name, **{key: text + below for key, text in page.items()}, "json": document}
+
+
+def _texts(name: str, facts: HostFacts, decision: Decision, each: Mapping[str, Decision]) -> dict[str, str]:
+    return {
+        key: explain_text(name, facts, decision, each, everything=everything)
+        for key, everything in (("text", False), ("all", True))
+    }
 
 
 def recorded_page(path: Path) -> dict[str, Any]:
@@ -63,11 +73,9 @@ def recorded_page(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, FactsError) as error:
         raise RunFailed(f"{path}: {error}") from None
     decision = decide(facts)
-    return {
-        "host": path.stem,
-        "text": explain_text(path.stem, facts, decision),
-        "json": explain_json(path.stem, facts, decision),
-    }
+    each = {name: decide(facts, None, work) for name, work in recorded_workloads(load_catalog()).items()}
+    document = explain_json(path.stem, facts, decision, each)
+    return {"host": path.stem, **_texts(path.stem, facts, decision, each), "json": document}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.format == "json":
             print(json.dumps([page["json"] for page in pages], indent=2))
         else:
-            print("\n".join(page["text"] for page in pages), end="")
+            print("\n".join(page["all" if arguments.all else "text"] for page in pages), end="")
         return 0
 
     return ended(work)

@@ -35,6 +35,14 @@ section receipt; cat {layout.RECEIPT}
 section rigctl; {layout.RIGCTL} status --json
 section state; cat {layout.PRESENT_STATE}
 section pending; cat {layout.REBOOT_PENDING}
+section health; journalctl -k -b -q -o cat --no-pager -n 3 -g 'NVRM: Xid' 2>/dev/null | cut -c 1-160
+timeout 10 nvidia-smi --format=csv,noheader,nounits \
+--query-gpu=index,ecc.errors.uncorrected.volatile.total,pcie.link.width.current,pcie.link.width.max 2>/dev/null |
+awk -F', ' '$2 ~ /^[1-9]/ {{ print "card " $1 ": " $2 " uncorrectable memory errors" }}
+$3+0 < $4+0 {{ print "card " $1 ": " $3 " of " $4 " lanes" }}'
+for device in /sys/bus/pci/drivers/nvidia/*:*; do for kind in fatal nonfatal; do
+awk -v at="${{device##*/}}" -v kind="$kind" '/^TOTAL_ERR/ && $2 > 0 {{ print at ": " $2 " " kind " PCIe errors" }}' \
+"$device/aer_dev_$kind" 2>/dev/null; done; done
 section missing; while read -r kind name; do case $kind in file|link|tree)
 [ -e "$name" ] || [ -L "$name" ] || echo "$name";; esac; done < {layout.CREATED}
 exit 0
@@ -75,6 +83,8 @@ class HostStatus:
     drift: list[str] = field(default_factory=list)
     reboot_pending: str = ""
     rolled_back: str = ""
+    health: list[str] = field(default_factory=list)
+    """What cards and links reported on this boot."""
 
     def line(self) -> str:
         """The host in one line."""
@@ -86,6 +96,7 @@ class HostStatus:
         parts += [self.rolled_back] if self.rolled_back else []
         parts.append(f"drift: {'; '.join(self.drift) or 'none'}")
         parts.append(f"reboot pending: {self.reboot_pending or 'no'}")
+        parts += [f"health: {'; '.join(self.health)}"] if self.health else []
         return f"{self.host}: {', '.join(parts)}"
 
 
@@ -104,6 +115,7 @@ def read_status(name: str, data: Mapping[str, Any], output: str) -> HostStatus:
         drift=_drift(data, sections, receipt, rows),
         rolled_back=rollback_text(present) if rolled_back(present) else "",
         reboot_pending="; ".join(sections.get("pending", "").split("\n")),
+        health=[line for line in sections.get("health", "").splitlines() if line],
     )
 
 

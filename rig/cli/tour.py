@@ -43,7 +43,7 @@ PAGES: dict[str, tuple[str, Callable[[HostPlan], str]]] = {
     "unit": (f"one of its units: {UNITS}/{unit_name(CONFIGURATION)}", lambda plan: unit_file(plan, CONFIGURATION)),
     "explain": (
         "make explain: what the host's hardware decides, and why",
-        lambda plan: explain_text("turin", plan.facts, plan.decision) + drafters_text(plan),
+        lambda plan: explain_text("turin", plan.facts, plan.decision, plan.decisions) + drafters_text(plan),
     ),
     # Nothing was measured on these cards.
     "report": (

@@ -18,7 +18,8 @@ SCHEMA = 1
 # systemd-detect-virt exits 1 for "none", dpkg-query when one of many patterns matches nothing.
 RUNS = ("active", "activating", "reloading")
 """States of a unit that is at work (systemd's ActiveState)."""
-ANSWER_BY_EXIT_CODE = ("virtualisation", "container", "packages")
+# `journalctl --grep` exits 1 when no line matches.
+ANSWER_BY_EXIT_CODE = ("virtualisation", "container", "packages", "xid")
 
 
 class FactsError(Exception):
@@ -34,15 +35,18 @@ class GpuModel:
     memory_mib: int
     links: str
     """How its cards reach each other: "pcie" or "nvlink"."""
+    power_w: int
+    """Its power limit as shipped."""
 
 
 # Device ids: NVIDIA/open-gpu-kernel-modules README.md (2BB1, 2BB4, 2BB5); the H200's was recorded on one.
-# 97,887 MiB is what nvidia-smi prints for all three RTX PRO 6000 Blackwell cards.
+# 97,887 MiB is what nvidia-smi prints for all three RTX PRO 6000 Blackwell cards. Watts: the upper end of each card's
+# range (local-inference-lab/rtx6kpro hardware/blackwell-power-limit-sweep.md), of the Max-Q its 300 W.
 GPU_MODELS: Mapping[str, GpuModel] = {
-    "10de:2bb1": GpuModel("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 97887, "pcie"),
-    "10de:2bb4": GpuModel("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", (12, 0), 97887, "pcie"),
-    "10de:2bb5": GpuModel("NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), 97887, "pcie"),
-    "10de:2335": GpuModel("NVIDIA H200", (9, 0), 143771, "nvlink"),
+    "10de:2bb1": GpuModel("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 97887, "pcie", 600),
+    "10de:2bb4": GpuModel("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", (12, 0), 97887, "pcie", 300),
+    "10de:2bb5": GpuModel("NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), 97887, "pcie", 600),
+    "10de:2335": GpuModel("NVIDIA H200", (9, 0), 143771, "nvlink", 700),
 }
 
 
@@ -66,6 +70,7 @@ class Gpu:
     link_width: int | None = None
     link_width_max: int | None = None
     power_limit_w: float | None = None
+    power_default_w: float | None = None
     power_min_w: float | None = None
     power_max_w: float | None = None
     mig: bool | None = None
@@ -75,6 +80,17 @@ class Gpu:
     """PCI bridges above it, root port first."""
     bound_to: str | None = None
     """Kernel driver that has the device."""
+    ecc_errors: int | None = None
+    """Uncorrectable memory errors since the driver was loaded."""
+    aer: Mapping[str, int] = field(default_factory=dict)
+    """PCIe errors of the device since boot: "fatal", "nonfatal", "correctable"."""
+    clique: bool | None = None
+    """A hypervisor says by a PCI capability which cards may reach each other; None where it could not be read."""
+
+    @property
+    def taken(self) -> bool:
+        """It belongs to another driver: a guest has it, or is to get it."""
+        return self.bound_to not in (None, "nvidia", "nouveau")
 
     @property
     def model(self) -> GpuModel | None:
@@ -123,6 +139,8 @@ class Driver:
     signer: str | None = None
     smi_error: str | None = None
     """Why nvidia-smi lists no cards, or not all."""
+    library: str | None = None
+    """Version of the libraries, where they say that they do not fit the module."""
 
     @property
     def mismatch(self) -> bool:
@@ -204,6 +222,8 @@ class HostFacts:
     bridges: Mapping[str, Bridge] = field(default_factory=dict)
     relations: tuple[tuple[str, ...], ...] = ()
     """nvidia-smi's words for each pair (PIX, PXB, PHB, NODE, SYS, NV#), in GPU order; the diagonal is "X"."""
+    relations_guessed: bool = False
+    """They follow from the PCI tree, where no NVLink is seen: nvidia-smi did not answer."""
     p2p: tuple[tuple[str, ...], ...] | None = None
     """The worse of read and write for each pair: "OK" or the driver's refusal (CNS, GNS, TNS, NS, U)."""
     processes: tuple[GpuProcess, ...] | None = None
@@ -251,6 +271,12 @@ class HostFacts:
     clock_synchronised: bool | None = None
     device_nodes: tuple[str, ...] = ()
     nvidia_uvm_node: bool = False
+    preload: tuple[str, ...] = ()
+    """Libraries that /etc/ld.so.preload puts into every process."""
+    xids: tuple[str, ...] = ()
+    """The driver's error reports in the kernel's log of this boot."""
+    accepted: tuple[str, ...] = ()
+    """Configurations whose engine was accepted on this boot."""
     probes: Mapping[str, str | None] = field(default_factory=dict)
     seconds: float | None = None
     unknown: Mapping[str, str] = field(default_factory=dict)
@@ -310,12 +336,14 @@ class _Reader:
         apt = self.output("apt_config") or ""
         os_release = dict(re.findall(r'^(\w+)="?([^"\n]*)', self.file("/etc/os-release") or "", re.M))
         listing, relations = self.output("topology") or "", relations_by_path(gpus)
-        if len(shown := parse_matrix(listing)) == len(gpus):
+        told = len(shown := parse_matrix(listing)) == len(gpus)
+        if told:
             relations = shown
         return HostFacts(
             gpus=gpus,
             bridges=self._bridges(),
             relations=relations,
+            relations_guessed=not told,
             p2p=self._p2p(len(gpus)),
             processes=parse_compute_apps(self.raw["commands"].get("compute_apps", {})),
             driver=self._driver(smi_error),
@@ -365,6 +393,9 @@ class _Reader:
             clock_synchronised=_clock(self.output("time_sync") or ""),
             device_nodes=tuple(raw["device_nodes"]),
             nvidia_uvm_node="/dev/nvidia-uvm" in raw["exists"],
+            preload=tuple((self.file("/etc/ld.so.preload") or "").split()),
+            xids=tuple(line for line in (self.output("xid") or "").splitlines() if "Xid" in line),
+            accepted=tuple(raw.get("accepted") or ()),
             probes=raw["probes"],
             seconds=raw.get("seconds"),
             unknown=self.unknown,
@@ -380,7 +411,7 @@ class _Reader:
             error = _first_line(answer["out"]) or "it lists no card"
         devices = [one for one in self.raw["pci"] if one["class"].startswith("0x03")]
         gpus = tuple(_gpu(index, one, rows) for index, one in enumerate(devices))
-        if rows and (silent := [gpu.address for gpu in gpus if not gpu.answers]):
+        if rows and (silent := [gpu.address for gpu in gpus if not (gpu.answers or gpu.taken)]):
             error = error or f"{', '.join(silent)} is on the bus and does not answer"
         return gpus, error
 
@@ -428,6 +459,7 @@ class _Reader:
             on_disk=modinfo.get("version"),
             signer=modinfo.get("signer"),
             smi_error=None if loaded is None and "No such file" in (smi_error or "") else smi_error,
+            library=_found(r"NVML library version: ([\d.]+)", self.raw["commands"].get("gpus", {}).get("out") or ""),
         )
 
     def _virtualisation(self) -> str | None:
@@ -587,6 +619,7 @@ def _gpu(index: int, device: Mapping[str, Any], rows: Mapping[str, Mapping[str, 
         link_width=_int(row.get("pcie.link.width.current")) or _int(device["current_link_width"]),
         link_width_max=_int(row.get("pcie.link.width.max")) or _int(device["max_link_width"]),
         power_limit_w=_float(row.get("power.limit")),
+        power_default_w=_float(row.get("power.default_limit")),
         power_min_w=_float(row.get("power.min_limit")),
         power_max_w=_float(row.get("power.max_limit")),
         mig={"enabled": True, "disabled": False}.get((row.get("mig.mode.current") or "").lower()),
@@ -594,6 +627,9 @@ def _gpu(index: int, device: Mapping[str, Any], rows: Mapping[str, Mapping[str, 
         host_bridge=device["path"][0] if device["path"] else "",
         bridges=tuple(device["path"][1:]),
         bound_to=device["driver"],
+        ecc_errors=_int(row.get("ecc.errors.uncorrected.volatile.total")),
+        aer={name: int(count) for name, count in (device.get("aer") or {}).items()},
+        clique=device.get("clique"),
     )
 
 
@@ -645,6 +681,11 @@ def _clock(text: str) -> bool | None:
 
 def _pci_id(device: Mapping[str, Any]) -> str:
     return ":".join((device[part] or "").removeprefix("0x") for part in ("vendor", "device"))
+
+
+def _found(pattern: str, text: str) -> str | None:
+    match = re.search(pattern, text)
+    return match[1] if match else None
 
 
 def _int(text: str | None) -> int | None:

@@ -29,11 +29,13 @@ from typing import Any
 
 SCHEMA = 1
 NVIDIA = "0x10de"
+RUNTIME = "/run/"
 SHM = "/dev/shm"  # noqa: S108
 GPU_QUERY = (
     "index,name,pci.bus_id,compute_cap,memory.total,"
     "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max,"
-    "power.limit,power.min_limit,power.max_limit,mig.mode.current"
+    "power.limit,power.min_limit,power.max_limit,mig.mode.current,"
+    "power.default_limit,ecc.errors.uncorrected.volatile.total"
 )
 COMMANDS = {
     "gpus": ["nvidia-smi", "--query-gpu=" + GPU_QUERY, "--format=csv,nounits"],
@@ -48,6 +50,7 @@ COMMANDS = {
     "modinfo": ["modinfo", "nvidia"],
     "virtualisation": ["systemd-detect-virt"],
     "container": ["systemd-detect-virt", "--container"],
+    "xid": ["journalctl", "-k", "-b", "-q", "-o", "cat", "--no-pager", "-n", "50", "-g", "NVRM: Xid"],
     "time_sync": ["timedatectl", "show", "-p", "NTPSynchronized", "-p", "NTP"],
     "apt_config": ["apt-config", "dump"],
     "apt_holds": ["apt-mark", "showhold"],
@@ -83,7 +86,7 @@ FILES = [
     "/sys/devices/system/node/online",
 ]
 # Where the absence of a file is an answer.
-OPTIONAL = ["/etc/default/grub", "/etc/kernel/cmdline", "/var/lib/kimi-rig/kernel-arguments"]
+OPTIONAL = ["/etc/ld.so.preload", "/etc/default/grub", "/etc/kernel/cmdline", "/var/lib/kimi-rig/kernel-arguments"]
 GLOBS = ["/etc/default/grub.d/*.cfg", "/etc/modprobe.d/*.conf"]
 EXISTS = [
     "/boot/grub/grub.cfg",
@@ -221,6 +224,32 @@ def attribute(folder: str, name: str) -> str | None:
         return None
 
 
+def aer(folder: str) -> dict[str, int]:
+    """PCIe errors of a device since boot, by severity (Documentation/ABI/testing/sysfs-bus-pci-devices-aer_stats)."""
+    counts: dict[str, int] = {}
+    for name in ("fatal", "nonfatal", "correctable"):
+        rows = [line.split() for line in (attribute(folder, "aer_dev_" + name) or "").splitlines()]
+        counts.update((name, int(row[1])) for row in rows if len(row) == 2 and row[0].startswith("TOTAL_ERR"))
+    return counts
+
+
+def clique(config: bytes) -> bool | None:
+    """Whether a hypervisor put x-nv-gpudirect-clique into a card: a vendor's capability (9) with "P2P" in it.
+
+    Layout: QEMU hw/vfio/pci-quirks.c, vfio_add_nv_gpudirect_cap. None without the rights to read it.
+    """
+    if len(config) <= 64:
+        return None
+    offset = config[0x34]
+    for _ in range(48):  # a broken list must not loop for ever
+        if offset < 0x40 or offset + 8 > len(config):
+            return False
+        if config[offset] == 9 and config[offset + 3 : offset + 6] == b"P2P":
+            return True
+        offset = config[offset + 1]
+    return False
+
+
 def bars(folder: str) -> list[int]:
     """Sizes in bytes of the six BARs."""
     sizes = []
@@ -253,6 +282,7 @@ def pci_device(address: str) -> dict[str, Any]:
         path=[part for part in real.split("/") if part.startswith("pci") or part.count(":") == 2][:-1],
         driver=os.path.basename(os.path.realpath(driver)) if os.path.exists(driver) else None,
         bars=bars(folder),
+        aer=aer(folder),
     )
     try:
         with open(folder + "/config", "rb") as stream:
@@ -260,7 +290,7 @@ def pci_device(address: str) -> dict[str, Any]:
     except OSError:
         config = b""
     # Without privilege the kernel shows the first 64 bytes only; a device without extended space has 256.
-    return device | {"acs_readable": len(config) > 64, "acs": acs(config)}
+    return device | {"acs_readable": len(config) > 64, "acs": acs(config), "clique": clique(config)}
 
 
 def pci() -> list[dict[str, Any]]:
@@ -350,6 +380,24 @@ def data_path(path: str, table: Iterable[tuple[str, str, str]]) -> dict[str, Any
         "device": os.stat(here).st_dev,
         "disks": disks(mount[2]) if mount[2].startswith("/dev/") else [],
     }
+
+
+def accepted() -> list[str]:
+    """Configurations whose engine was accepted on this boot: those that run, and the last run of those that ended."""
+    with open("/proc/sys/kernel/random/boot_id") as stream:
+        boot = stream.read().strip()
+    found = set()
+    for path in glob.glob("/run/kimi-rig/*/started.json") + glob.glob("/var/lib/kimi-rig/serving/*/ended.json"):
+        try:
+            with open(path) as stream:
+                told = json.load(stream)
+            # A version before this one wrote whether the last run was accepted, and no accepted_boot.
+            last = told.get("accepted") and told["since_boot"][0] == boot
+            if told.get("accepted_at") if path.startswith(RUNTIME) else last or told.get("accepted_boot") == boot:
+                found.add(path.split("/")[-2])
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            continue
+    return sorted(found)
 
 
 def allocated(path: str) -> int:
@@ -479,6 +527,7 @@ def collect(options: dict[str, Any]) -> dict[str, Any]:
         ],
         "toolkits": section("toolkits", toolkits, options.get("toolkits", []), limit) or {},
         "gcc": run(["gcc", "-dumpfullversion"], limit)["out"] if shutil.which("gcc") else None,
+        "accepted": section("accepted", accepted) or [],
         "ports": section("ports", ports),
         "secure_boot": section("secure_boot", secure_boot),
         "glibc": section("glibc", os.confstr, "CS_GNU_LIBC_VERSION"),

@@ -1,10 +1,12 @@
 """Where a setting stands on the host as it runs: live, staged for a reboot, or yet to be applied. Pure."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 
 from rig.facts.host import HostFacts
-from rig.host.settings import ACS_UNIT, Kind, Setting, kernel_token
+from rig.host.settings import ACS_UNIT, Confidence, Kind, Setting, kernel_token
+from rig.host.situation import configured
 from rigctl.contract.comparison import same_value
 
 
@@ -16,24 +18,41 @@ class Standing(StrEnum):
     PENDING = "to be applied"
     UNKNOWN = "not known"
     AT_START = "at each start of an engine"
+    KEPT = "live, not ours: kept"
     EXPLAINED = "not applied"
 
 
 def standing(setting: Setting, facts: HostFacts) -> Standing:
     """Compare one setting with the facts."""
     if not setting.applied:
-        return Standing.EXPLAINED
+        return Standing.KEPT if setting.kept else Standing.EXPLAINED
     compare = _COMPARE.get(setting.kind)
     return Standing.AT_START if compare is None else compare(setting, facts)
 
 
 def reboot_pending(settings: Iterable[Setting], facts: HostFacts) -> list[Setting]:
-    """The applied settings that the running kernel or driver does not have: no serving unit starts before they do.
+    """The applied settings that the running kernel or driver does not have.
 
     An option of a module that is not loaded counts as had: it takes effect when the module loads.
     """
     waiting = (Standing.STAGED, Standing.PENDING)
     return [one for one in settings if one.needs_reboot and standing(one, facts) in waiting]
+
+
+def reboot_recommended(settings: Iterable[Setting], facts: HostFacts) -> list[Setting]:
+    """Those of them that stop nothing: the policy wants them, and an engine was accepted on this boot without them.
+
+    What the operator asks for, and what correctness needs, is waited for also then.
+    """
+    pending = reboot_pending(settings, facts) if facts.accepted else []
+    return [one for one in pending if not one.needed and one.confidence is not Confidence.OPERATOR]
+
+
+def reboot_needed(settings: Iterable[Setting], facts: HostFacts) -> list[Setting]:
+    """Those of them before which no serving unit starts."""
+    settings = list(settings)
+    later = reboot_recommended(settings, facts)
+    return [one for one in reboot_pending(settings, facts) if one not in later]
 
 
 def _live(known: bool, equal: bool) -> Standing:
@@ -46,7 +65,11 @@ def _kernel_argument(setting: Setting, facts: HostFacts) -> Standing:
     if facts.command_line is None:
         return Standing.UNKNOWN
     token = kernel_token(setting)
-    return Standing.LIVE if token in facts.command_line else _staged(token, facts)
+    if token in facts.command_line:
+        return Standing.LIVE
+    lines = (line.strip() for text in facts.boot_files.values() for line in text.splitlines())
+    word = re.compile(rf"(?<![\w.-]){re.escape(token)}(?![\w.,-])")
+    return _staged(any(word.search(line) for line in lines if not line.startswith("#")))
 
 
 def _module_option(setting: Setting, facts: HostFacts) -> Standing:
@@ -54,13 +77,13 @@ def _module_option(setting: Setting, facts: HostFacts) -> Standing:
     value = facts.parameter(module, option)
     if value is None:
         return Standing.UNKNOWN
-    return Standing.LIVE if same_value(value, setting.value) else _staged(f"{option}=", facts)
+    if same_value(value, setting.value):
+        return Standing.LIVE
+    files = configured(facts, module, option)
+    return _staged(bool(files) and same_value(files[-1][1], setting.value))
 
 
-def _staged(text: str, facts: HostFacts) -> Standing:
-    """Whether an uncommented line of the boot loader's or modprobe's files has it."""
-    lines = (line.strip() for one in facts.boot_files.values() for line in one.splitlines())
-    found = any(text in line for line in lines if not line.startswith("#"))
+def _staged(found: bool) -> Standing:
     return Standing.STAGED if found else Standing.PENDING
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from rig.catalog.entries import Configuration, Release
 from rig.facts.host import DataPath, Gpu, HostFacts
 from rig.host.cuda_toolkit import BUILD, SERVE
-from rig.host.live_settings import reboot_pending
+from rig.host.live_settings import reboot_needed, reboot_recommended
 from rig.host.memory_fit import Fit
 from rig.host.settings import TIME_UNIT, Confidence, Kind
 from rig.host.topology import REFUSED_ATTENTION, Decision
@@ -17,6 +17,9 @@ from rigctl.contract.comparison import version_tuple
 
 GIB = 1 << 30
 SHM = "/dev/shm"  # noqa: S108
+PEERS = 8
+"""Peers of a card without NVSwitch (CUDA programming guide, peer-to-peer memory access)."""
+CORRECTABLE = 1000
 SHM_WANTED = 8 * GIB  # the least of the published launches (local-inference-lab/rtx6kpro compose files: 8 to 32 GB)
 RIVALS = (
     "display-manager.service",
@@ -97,6 +100,7 @@ _note = partial(Finding, Severity.NOTE)
 def _cards(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
     wanted: dict[str, list[str]] = {}
     usable = {card.index for card in decision.cards}
+    needed = {index for configuration in needs.serving.values() for index in configuration.gpus}
     for name, configuration in needs.serving.items():
         if missing := [str(index) for index in configuration.gpus if index not in usable]:
             wanted.setdefault(", ".join(missing), []).append(name)
@@ -108,14 +112,16 @@ def _cards(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Findi
             "look for the missing card in `lspci -d 10de:` and in the kernel's log (Xid), or change `gpus`",
         )
     for gpu in facts.gpus:
-        if gpu.answers is False:
+        if gpu.taken:
+            severity = Severity.ERROR if gpu.index in needed else Severity.WARNING
+            remedy = "give it back to the nvidia driver, or change `gpus`; the IOMMU is left as it is"
+            yield Finding(severity, "card-taken", f"{_card(gpu)} belongs to {gpu.bound_to}", remedy)
+        elif gpu.answers is False:
             yield _error("card-silent", f"{_card(gpu)} is on the bus and does not answer", "power the host off and on")
         if gpu.mig:
             yield _error("mig", f"{_card(gpu)} is in MIG mode", f"`nvidia-smi -i {gpu.index} -mig 0`")
-        if gpu.bound_to not in (None, "nvidia", "nouveau"):
-            yield _error("card-taken", f"{_card(gpu)} belongs to {gpu.bound_to}", "give it back to the nvidia driver")
     for gpu in decision.left_out:
-        if gpu.answers is not False:
+        if gpu.answers is not False and not gpu.taken:
             yield _warning("card-mixed", f"{_card(gpu)} differs from the other cards and serves nothing")
 
 
@@ -125,11 +131,13 @@ def _links(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Findi
         max((value for card in cards if (value := getattr(card, name)) is not None), default=0)
         for name in ("link_gen", "link_gen_max", "link_width_max")
     )
+    if facts.bare_metal and any(card.model for card in cards):
+        gen_max, width = max(gen_max, 5), max(width, 16)  # every card of GPU_MODELS
     for card in cards:
         if (card.link_gen_max or gen_max) < gen_max:
             yield _warning(
                 "link-speed",
-                f"{_card(card)} can do PCIe gen {card.link_gen_max} where its neighbours can do {gen_max}",
+                f"{_card(card)} has PCIe gen {card.link_gen_max} at most in this slot, the cards can do {gen_max}",
                 "check slot, riser and BIOS",
             )
         elif (card.link_gen or gen) < gen:
@@ -156,7 +164,17 @@ def _driver(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
     driver = facts.driver
     if not facts.gpus:
         return
-    if driver.mismatch:
+    if facts.container not in (None, "none"):
+        if "version mismatch" in (driver.smi_error or ""):
+            library = driver.library or "another version"
+            yield _error(
+                "driver-mismatch",
+                f"the host outside this container runs driver {driver.version}, the libraries in it are {library}",
+                f"make the container's driver libraries equal the host's ({driver.version}): start it by NVIDIA's "
+                "container toolkit, or install that version in it",
+            )
+            return
+    elif driver.mismatch:
         installed = f"{driver.on_disk or 'another version'} is installed"
         yield _warning(
             "driver-mismatch",
@@ -185,7 +203,7 @@ def _driver(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
                 yield _error(
                     "driver-old", text, "a working driver is not changed unasked: set driver_upgrade for this host"
                 )
-    if len(facts.device_nodes) < len(facts.gpus) or not facts.nvidia_uvm_node:
+    if len(facts.device_nodes) < sum(not gpu.taken for gpu in facts.gpus) or not facts.nvidia_uvm_node:
         yield _error(
             "device-nodes",
             f"{len(facts.device_nodes)} of {len(facts.gpus)} /dev/nvidia* nodes, "
@@ -368,9 +386,18 @@ def _covered(package: str, patterns: set[str]) -> bool:
 def _settings(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
     if "host" in facts.unknown:
         yield _warning("facts", f"the host could not be read: {facts.unknown['host']}", "deploy again after this run")
-    waiting = reboot_pending(decision.settings, facts)
+    waiting, later = (asked(decision.settings, facts) for asked in (reboot_needed, reboot_recommended))
+    if later:
+        text = ", ".join(one.key for one in later)
+        yield _note("reboot-later", f"recommended at the next reboot, and waited for by nothing: {text}")
     if waiting:
         text = ", ".join(one.key for one in waiting)
+        if facts.boot_loader is None and any(one.kind is Kind.KERNEL_ARGUMENT for one in waiting):
+            yield _warning(
+                "boot-loader",
+                "neither grub nor systemd-boot was found: kernel arguments are not written by a deploy",
+                "add them to what boots this host yourself",
+            )
         remedy = "`make reboot`" if needs.may_reboot else "allow it with --data reboot=yes, or reboot it yourself"
         yield _note("reboot", f"needs a reboot before serving: {text}", remedy)
     if facts.virtualisation not in (None, "none") and facts.container in (None, "none"):
@@ -382,8 +409,15 @@ def _settings(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Fi
             "ask the provider before `make reboot`",
         )
     if facts.container not in (None, "none"):
-        yield _note("container", f"this is a container ({facts.container}): kernel, driver and units are its host's")
+        outside = [f"{one.key} = {one.value}" for one in decision.settings if one.outside and one.founded]
+        yield _note(
+            "container",
+            f"this is a container ({facts.container}): kernel, driver and units are its host's",
+            f"for whoever has the host: {', '.join(outside)}" if outside else "",
+        )
     for one in decision.settings:
+        if one.blocked:
+            yield _warning("setting-blocked", f"{one.key}: {one.reason}")
         if one.confidence is Confidence.OPERATOR:
             value = one.value if one.applied else "left alone"
             yield _note("override", f"{one.key} = {value} by override; the policy has {one.replaces or 'no opinion'}")
@@ -391,6 +425,62 @@ def _settings(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Fi
             yield from _power(int(one.value or 0), decision.cards)
     for name, configuration in needs.serving.items():
         yield from _attention(name, configuration, decision, needs)
+
+
+def _health(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    for line in facts.xids[-3:]:
+        yield _warning("xid", f"the driver reported an error on this boot: {line}", "NVIDIA's list of Xid codes has it")
+    for card in decision.cards:
+        if card.ecc_errors:
+            yield _warning(
+                "ecc", f"{_card(card)} has {card.ecc_errors} uncorrectable memory errors", "reset or replace it"
+            )
+        if found := [f"{card.aer[name]} {name}" for name in ("fatal", "nonfatal") if card.aer.get(name)]:
+            yield _warning("aer", f"{_card(card)} has PCIe errors: {', '.join(found)}", "check slot, riser and cables")
+        elif card.aer.get("correctable", 0) > CORRECTABLE:
+            yield _note("aer", f"{_card(card)} has {card.aer['correctable']} corrected PCIe errors since boot")
+        shipped = card.power_default_w or (card.model.power_w if card.model else None)
+        asked = decision.host.power_limit_w
+        if card.power_limit_w and shipped and card.power_limit_w < shipped and asked is None:
+            yield _warning(
+                "power-low",
+                f"{_card(card)} is limited to {card.power_limit_w:g} W of the {shipped:g} W it is shipped with",
+                "`nvidia-smi -pl`, or name the limit in host_overrides (power_limit.watts)",
+            )
+    if facts.preload:
+        yield _warning(
+            "preload",
+            f"/etc/ld.so.preload puts {', '.join(facts.preload)} into every process: one that answers for CUDA or NVML "
+            "shows an engine other cards and other memory (Project-HAMi/HAMi#2641)",
+            "remove it from there, unless it is yours and meant",
+        )
+
+
+def _peer_groups(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    cards = decision.cards
+    direct = len(cards) > 1 and all(card.model is None or card.model.links == "pcie" for card in cards)
+    if not direct or any(word.startswith("NV") for row in facts.relations for word in row):
+        return
+    if facts.virtualisation not in (None, "none") and not any(card.clique for card in cards):
+        yield _note(
+            "clique",
+            "this virtual machine is not told which cards may reach each other (no x-nv-gpudirect-clique was seen): "
+            "P2P may be missing or slow (club-3090#884)",
+            "set x-nv-gpudirect-clique for the cards in the hypervisor, where the cards share a switch",
+        )
+    if len(cards) > PEERS + 1:
+        places: dict[object, list[int]] = {}
+        nodes = {card.numa_node for card in cards}
+        for card in cards:
+            port = card.bridges[0] if card.bridges else card.host_bridge
+            places.setdefault(card.numa_node if len(nodes) > 1 else port, []).append(card.index)
+        groups = "; ".join(", ".join(map(str, group)) for group in places.values())
+        yield _warning(
+            "peers",
+            f"{len(cards)} cards: CUDA lets each reach {PEERS} others at most, so not all of a group of more than "
+            f"{PEERS + 1} are peers. Cards that are close: {groups}",
+            "keep a configuration within such groups, at most 8 ranks each",
+        )
 
 
 def _power(watts: int, cards: tuple[Gpu, ...]) -> Iterator[Finding]:
@@ -416,4 +506,18 @@ def _card(gpu: Gpu) -> str:
     return f"card {gpu.index} ({gpu.address})"
 
 
-CHECKS = (_cards, _links, _driver, _compilers, _secure_boot, _memory, _space, _system, _known_bad, _rivals, _settings)
+CHECKS = (
+    _cards,
+    _links,
+    _health,
+    _peer_groups,
+    _driver,
+    _compilers,
+    _secure_boot,
+    _memory,
+    _space,
+    _system,
+    _known_bad,
+    _rivals,
+    _settings,
+)

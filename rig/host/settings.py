@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rig.catalog.entries import Configuration
+from rig.host.evidence import Report
 
 ENGINES = ("vllm", "sglang")
 ACS_UNIT = "kimi-acs.service"
@@ -58,11 +59,26 @@ class Setting:
     """Whom it concerns, for the kinds that concern engines."""
     replaces: str | None = None
     """What the policy alone would have: set where an operator's override won."""
+    supports: tuple[Report, ...] = ()
+    against: tuple[Report, ...] = ()
+    kept: bool = False
+    """Not applied because the running host has it, or another that works, from elsewhere: value is what is live."""
+    blocked: bool = False
+    """Not applied because another file of the host wins over ours: the reason names it."""
+    outside: bool = False
+    """Not applied because it belongs to the host outside this container."""
+    needed: bool = False
+    """For correctness: no engine is started without it, not even one that was accepted on this boot."""
 
     @property
     def key(self) -> str:
         """Name of the override that would change it."""
         return f"{self.kind}.{self.name}"
+
+    @property
+    def founded(self) -> bool:
+        """More than one author, or the vendor, reports it."""
+        return self.confidence is not Confidence.SINGLE
 
     @property
     def needs_reboot(self) -> bool:
@@ -142,7 +158,10 @@ def kernel_token(setting: Setting) -> str:
 
 
 def with_host(configuration: Configuration, engine: str, settings: HostSettings) -> Configuration:
-    """A catalogue entry with what it leaves to the host: flags and memory fraction. What it names itself wins."""
+    """A catalogue entry with what it leaves to the host: flags and memory fraction. What it names itself wins.
+
+    settings: those of this configuration (rig/host/topology.py, Workload).
+    """
     if not configuration.gpus:
         return configuration
     chosen = settings.engine_flags.get(engine, {})

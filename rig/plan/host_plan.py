@@ -32,6 +32,7 @@ from rig.catalog.yaml_source import CatalogError
 from rig.facts.host import HostFacts
 from rig.host.cuda_toolkit import toolkit_for
 from rig.host.settings import ACS_UNIT, HostSettings, with_host
+from rig.host.situation import Workload
 from rig.host.system_files import HostFileError, host_files
 from rig.host.topology import Decision, TopologyError, decide
 from rig.plan.command_lines import Locations
@@ -44,6 +45,9 @@ from rigctl.contract.sources import HubSource
 # The interpreter of each supported distribution (os-release ID-VERSION_ID), known before anything is installed.
 DISTRIBUTION_PYTHON = {"debian-12": "3.11", "ubuntu-24.04": "3.12"}
 
+
+NCCL = "nvidia-nccl-cu"
+"""NCCL's package in a lock; CUDA's major version follows."""
 
 HUB = "https://huggingface.co"
 """Where a repository lies that names no endpoint (huggingface_hub's default)."""
@@ -99,6 +103,8 @@ class Environment:
     path: str
     carries_nvcc: bool = False
     """The lock brings a CUDA compiler."""
+    nccl: str | None = None
+    """Version of NCCL in the lock; None where there is none."""
     cuda_home: str | None = None
     """The CUDA toolkit it compiles with at serve time, where one is on the host."""
 
@@ -153,8 +159,41 @@ class HostPlan:
             drafter=self._drafter(speculation.drafter, configuration.release) if speculation else None,
         )
 
+    def workload(self, configuration: Configuration) -> Workload:
+        """What a configuration brings to the policy: its cards, its ranks, its release's NCCL."""
+        return workload_of(configuration, self.environments[configuration.release].nccl)
+
+    def decision_of(self, configuration: Configuration) -> Decision:
+        """What the policy decides for this configuration's cards, ranks and NCCL."""
+        return decide(self.facts, self.data.host_overrides, self.workload(configuration))
+
+    @property
+    def decisions(self) -> dict[str, Decision]:
+        """`decision_of` each configuration."""
+        return {name: self.decision_of(entry) for name, entry in self.serving.items()}
+
+    def settings_of(self, configuration: Configuration) -> HostSettings:
+        """The settings of `decision_of`; those of the plan where the host could not be read."""
+        return self.decision_of(configuration).host if self.decision.cards else self.settings
+
     def _drafter(self, name: str, release: str) -> str:
         return overlay_path(name, release) if writes_ids(self.checkpoints[name]) else self.checkpoint_paths[name]
+
+
+def workload_of(configuration: Configuration, nccl: str | None) -> Workload:
+    """A configuration without cards gets what all cards would."""
+    cards = tuple(configuration.gpus) or None
+    return Workload(cards, configuration.tensor_parallel if cards else None, nccl)
+
+
+def recorded_workloads(catalog: Catalog) -> dict[str, Workload]:
+    """The workloads of all configurations, for recorded facts of a host that has no data."""
+    found = {}
+    for name, entry in catalog.serving.items():
+        release = catalog.releases[entry.release]
+        lock = release.lock.format(python=release.python[0].replace(".", ""))
+        found[name] = workload_of(entry, _locked(lock, NCCL))
+    return found
 
 
 def writes_ids(entry: Checkpoint) -> bool:
@@ -176,13 +215,19 @@ def plan_from_facts(data: Mapping[str, Any], facts: HostFacts) -> HostPlan:
         raise CatalogError(f"host data {error}") from None
     except HostFileError as error:
         raise CatalogError(f"host data host_overrides: {error}") from None
-    plan = host_plan(data, facts.distribution, decision.host)
+    # What engines are told depends on the configuration.
+    plan = host_plan(data, facts.distribution, replace(decision.host, engine_flags={}, memory_fraction={}))
+    plan = replace(plan, facts=facts, decision=decision, settings=decision.host)
+    serving = {
+        name: with_host(entry, plan.environments[entry.release].release.engine, plan.settings_of(entry))
+        for name, entry in plan.serving.items()
+    }
     named = plan.data.cuda_home
     environments = {
         name: replace(one, cuda_home=toolkit_for(one.release, facts.toolkits, named, carries_nvcc=one.carries_nvcc))
         for name, one in plan.environments.items()
     }
-    return replace(plan, facts=facts, decision=decision, environments=environments)
+    return replace(plan, serving=serving, environments=environments)
 
 
 def questions(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,12 +374,16 @@ def _environment(name: str, release: Release, python: str, host: HostData) -> En
     if release.kernel is not None:
         tools = release.kernel.toolchain.lock.format(python=python.replace(".", ""))
         list(_inputs(tools, release.kernel.patches))
-    return Environment(name, release, python, lock, f"{host.ml_env}/{name}/{digest}", _carries_nvcc(lock))
+    carries_nvcc, nccl = (_locked(lock, package) for package in ("nvidia-cuda-nvcc", NCCL))
+    path = f"{host.ml_env}/{name}/{digest}"
+    return Environment(name, release, python, lock, path, carries_nvcc is not None, nccl)
 
 
 @cache
-def _carries_nvcc(lock: str) -> bool:
-    return re.search(r"^nvidia-cuda-nvcc\b", (ROOT / lock).read_text(), re.M) is not None
+def _locked(lock: str, package: str) -> str | None:
+    """Version of a package in a lock; of CUDA's packages any major version's."""
+    found = re.search(rf"^{package}\d*==([\w.]+)", (ROOT / lock).read_text(), re.M)
+    return found[1] if found else None
 
 
 @cache

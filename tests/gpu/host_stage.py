@@ -28,6 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "files/hostkit")]
 
 from rig.cli.converge import inventory_hosts, pyinfra
 from rig.facts.host import HostFacts, parse_host
+from rig.host.all_reduce_speed import verdict
 from rig.host.topology import decide
 from rig.plan.host_plan import plan_from_facts
 from rigctl.errors import RigctlError
@@ -282,7 +283,7 @@ def all_reduce() -> str:
     )  # fmt: skip
     if "sum ok" not in done.stdout:
         raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-2000:]}")
-    return f"sum ok after {time.monotonic() - begin:.1f} s"
+    return f"{verdict(done.stdout, found, found.gpus, p2p=True)[1]}, after {time.monotonic() - begin:.1f} s"
 
 
 def main() -> int:

@@ -9,7 +9,8 @@ import pytest
 from rig.artifacts.host_checks import findings, running_configurations
 from rig.artifacts.units import engine_environment
 from rig.catalog.entries import ROOT
-from rig.host.live_settings import Standing, standing
+from rig.host.all_reduce_speed import verdict
+from rig.host.live_settings import Standing, reboot_recommended, standing
 from rig.host.preflight import Severity
 from rig.host.system_files import host_files
 from rig.operations.host_settings import entries
@@ -34,10 +35,11 @@ def test_host_files(target: Target) -> None:
 
 def test_settings_are_live(target: Target) -> None:
     facts = target.plan.facts
+    later = reboot_recommended(target.plan.decision.settings, facts)
     off = {
         one.key: standing(one, facts).value
         for one in target.plan.decision.settings
-        if standing(one, facts) in (Standing.PENDING, Standing.STAGED)
+        if one not in later and standing(one, facts) in (Standing.PENDING, Standing.STAGED)
     }
     assert not off, f"not as chosen: {off}"
 
@@ -81,3 +83,8 @@ def test_an_all_reduce_ends(cards: Target) -> None:
     result = cards.host.run(f"{command} <<'ALL_REDUCE'\n{ALL_REDUCE.read_text()}\nALL_REDUCE")
     assert result.rc != 124, f"no end within {ALL_REDUCE_SECONDS} s: P2P dead-lock (IOMMU, ACS, HMM)"
     assert "sum ok" in result.stdout, result.stderr[-2000:]
+    cards_of = [card for card in plan.decision.cards if card.index in configuration.gpus]
+    p2p = "NCCL_P2P_DISABLE" not in engine_environment(plan, configuration)
+    sound, words = verdict(result.stdout, plan.facts, cards_of, p2p=p2p)
+    print(words)
+    assert sound, words

@@ -197,3 +197,84 @@ def test_all_findings_come_at_once_errors_first() -> None:
     order = [list(Severity).index(one.severity) for one in found]
     assert order == sorted(order)
     assert all(one.message in str(one) and one.code in str(one) for one in found)
+
+
+# --- Cards and links: what a host reports of itself
+
+
+LOW: dict[str, Any] = {"power_limit_w": 275.0, "power_default_w": 600.0}
+VM = replace(hosts.VIRTUAL, gpus=tuple(replace(card, clique=False) for card in hosts.VIRTUAL.gpus))
+
+
+@pytest.mark.parametrize(
+    ("facts", "code", "severity", "words"),
+    [
+        (with_card(2, **LOW), "power-low", Severity.WARNING, "275 W of the 600 W"),
+        (with_card(2, power_limit_w=200.0), "power-low", Severity.WARNING, "200 W of the 600 W"),
+        (replace(SOUND, xids=("NVRM: Xid (PCI:0000:61:00): 79, GPU has",)), "xid", Severity.WARNING, "79"),
+        (with_card(2, ecc_errors=4), "ecc", Severity.WARNING, "4 uncorrectable"),
+        (with_card(2, aer={"fatal": 1, "nonfatal": 2}), "aer", Severity.WARNING, "1 fatal, 2 nonfatal"),
+        (with_card(2, aer={"correctable": 20_000}), "aer", Severity.NOTE, "20000 corrected"),
+        (replace(SOUND, preload=("/usr/lib/libvgpu.so",)), "preload", Severity.WARNING, "libvgpu.so"),
+        (VM, "clique", Severity.NOTE, "x-nv-gpudirect-clique"),
+        (replace(SOUND, boot_loader=None), "boot-loader", Severity.WARNING, "not written"),
+        (
+            replace(SOUND, gpus=tuple(replace(card, link_gen_max=4, link_gen=4) for card in SOUND.gpus)),
+            "link-speed",
+            Severity.WARNING,
+            "gen 4 at most in this slot, the cards can do 5",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cards_and_links_report_is_found(facts: HostFacts, code: str, severity: Severity, words: str) -> None:
+    [finding, *_] = [one for one in preflight(facts, decide(facts), NEEDS) if one.code == code]
+    assert finding.severity is severity
+    assert words in str(finding)
+
+
+def test_a_limit_that_the_operator_names_and_one_of_a_max_q_are_no_findings() -> None:
+    assert "power-low" not in codes(with_card(2, **LOW), overrides={"power_limit.watts": "275"})
+    cool = tuple(replace(card, power_limit_w=300.0) for card in hosts.MAX_Q_8.gpus)
+    assert "power-low" not in codes(replace(hosts.MAX_Q_8, gpus=cool))
+
+
+def test_libraries_of_a_container_are_its_own_to_mend() -> None:
+    driver = Driver(
+        "590.48.01", True, on_disk="580.95.05", library="580.95", smi_error="Driver/library version mismatch"
+    )
+    facts = replace(SOUND, container="docker", driver=driver)
+    [finding] = [one for one in preflight(facts, decide(facts), NEEDS) if one.code == "driver-mismatch"]
+    assert finding.severity is Severity.ERROR
+    assert "590.48.01" in finding.message and "580.95" in finding.message
+    assert "equal the host's" in finding.remedy and "reboot" not in str(finding)
+    # What lies on a container's disk is never loaded.
+    assert "driver-mismatch" not in codes(replace(facts, driver=replace(driver, smi_error=None)))
+
+
+def test_a_container_names_what_its_host_should_have() -> None:
+    facts = replace(SOUND, container="docker")
+    found = {one.code: one for one in preflight(facts, decide(facts), NEEDS)}
+    assert found["container"].severity is Severity.NOTE
+    assert "module_option.nvidia_uvm.uvm_disable_hmm = 1" in found["container"].remedy
+    assert "vm.swappiness" not in found["container"].remedy
+    assert "reboot" not in found
+
+
+def test_more_cards_than_peers_are_shown_in_their_groups() -> None:
+    facts = hosts.machine(hosts.TURIN, hosts.switched(16, 4, numa=(0, 1)))
+    [finding] = [one for one in preflight(facts, decide(facts), NEEDS) if one.code == "peers"]
+    assert "0, 1, 2, 3, 4, 5, 6, 7; 8, 9, 10, 11, 12, 13, 14, 15" in finding.message
+    assert "peers" not in codes(SOUND)
+
+
+def test_cards_of_a_guest_are_an_error_only_where_they_are_needed() -> None:
+    facts = with_card(7, bound_to="vfio-pci", answers=False)
+    found = codes(facts)
+    assert (found["card-taken"], found["cards"]) == (Severity.ERROR, Severity.ERROR)
+    assert "card-silent" not in found and "card-mixed" not in found
+    assert codes(facts, Needs())["card-taken"] is Severity.WARNING
+
+
+def test_a_file_that_wins_over_ours_is_a_finding() -> None:
+    wins = {"/etc/modprobe.d/uvm.conf": "options nvidia-uvm uvm_disable_hmm=0\n"}
+    assert codes(replace(SOUND, boot_files={**SOUND.boot_files, **wins}))["setting-blocked"] is Severity.WARNING

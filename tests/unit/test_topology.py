@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from rig.facts.host import Driver, HostFacts, Unit
+from rig.host.evidence import authors
+from rig.host.live_settings import Standing, reboot_pending, standing
+from rig.host.rules import FORCE_P2P
 from rig.host.settings import ACS_UNIT, PERSISTENCE_UNIT, TIME_UNIT, Confidence, HostSettings, Kind
-from rig.host.topology import FORCE_P2P, Decision, TopologyError, decide
+from rig.host.situation import Iommu, Situation, Workload
+from rig.host.system_files import MODPROBE
+from rig.host.topology import Decision, TopologyError, decide
 from tests.unit import host_archetypes as hosts
+from tests.unit.host_archetypes import machine
 
 
 def settings(facts: HostFacts) -> HostSettings:
@@ -22,7 +29,7 @@ def applied(decision: Decision, key: str) -> bool:
 
 
 def test_two_turin_with_cards_on_the_cpus() -> None:
-    chosen = settings(hosts.TURIN_DIRECT)
+    chosen = decide(hosts.TURIN_DIRECT, None, Workload(nccl="2.27.5")).host
     assert chosen.kernel_arguments == ("iommu=off", "amd_iommu=off", "pcie_aspm=off", "pcie_port_pm=off")
     assert chosen.module_options == {
         "nvidia_uvm": {"uvm_disable_hmm": "1"},
@@ -101,7 +108,8 @@ def test_intel_desktop_does_without_p2p() -> None:
     chosen = settings(hosts.CORE_ULTRA_2)
     assert chosen.environment["vllm"]["NCCL_P2P_DISABLE"] == "1"
     assert "NCCL_P2P_LEVEL" not in chosen.environment["vllm"]
-    assert chosen.engine_flags == {}
+    # At two ranks the custom all-reduce is on unless it is switched off, and hangs where P2P does not work.
+    assert chosen.engine_flags == {engine: {"disable-custom-all-reduce": "true"} for engine in ("vllm", "sglang")}
 
 
 def test_a_virtual_machine_is_not_given_what_only_its_host_can_do() -> None:
@@ -153,17 +161,14 @@ def test_every_setting_is_explained_and_single_reports_are_not_applied(name: str
         assert one.value != "", one.key
 
 
-VENDORS = ("NVIDIA ", "systemd/systemd ", "vllm-project/", "sgl-project/", "deepseek-ai/", "Red Hat ")
-
-
 @pytest.mark.parametrize("name", sorted(hosts.ALL))
-def test_what_is_applied_rests_on_more_than_one_report(name: str) -> None:
+def test_what_is_applied_rests_on_more_than_one_author(name: str) -> None:
     for one in decide(hosts.ALL[name]).settings:
-        sources = [source.strip() for source in one.source.split(";")]
-        # The published launches are several hosts' files; a measurement repeated for each version is several reports.
-        several = len(set(sources)) > 1 or "compose files" in one.source or "versions v1" in one.source
-        if one.applied and one.value is not None:
-            assert several or sources[0].startswith(VENDORS), f"{one.key}: {one.source}"
+        if one.applied:
+            assert authors(one.supports) > 1 or any(report.vendor for report in one.supports), one.key
+            assert any(report.vendor for report in one.supports) or authors(one.supports) > authors(one.against), (
+                one.key
+            )
 
 
 def test_a_single_report_is_an_override_away() -> None:
@@ -266,3 +271,235 @@ def test_an_override_that_is_none_is_refused(overrides: dict[str, str]) -> None:
 
 def test_kinds_have_names_an_operator_can_type() -> None:
     assert all(kind.value.isidentifier() for kind in Kind)
+
+
+# --- Faults of the first edition: the right value of each
+
+OPERATORS = "/etc/modprobe.d/nvidia-p2p-override.conf"
+LIVE = "ForceP2P=0x11;GrdmaPciTopoCheckOverride=1;EnableResizableBar=1"
+DWORDS = "module_option.nvidia.NVreg_RegistryDwords"
+CUSTOM = {"disable-custom-all-reduce": "true"}
+NO_IOMMU: dict[str, Any] = {"iommu_groups": 0, "iommu_types": ()}
+
+
+def with_dwords(facts: HostFacts, value: str, file: str | None = OPERATORS, driver: str = "595.58.03") -> HostFacts:
+    """The host with RegistryDwords live, from a file of its operator's."""
+    files = {file: f'options nvidia NVreg_RegistryDwords="{value}"\n'} if file else {}
+    parameters = {**facts.driver.parameters, "RegistryDwords": value}
+    return replace(
+        facts, driver=replace(facts.driver, version=driver, on_disk=driver, parameters=parameters),
+        boot_files={**facts.boot_files, **files},
+    )  # fmt: skip
+
+
+def reason(decision: Decision, key: str) -> str:
+    setting = decision.find(key)
+    assert setting is not None, key
+    return setting.reason
+
+
+def variables(facts: HostFacts, workload: Workload | None = None, **overrides: str | None) -> dict[str, str]:
+    asked = {key.replace("__", "."): value for key, value in overrides.items()}
+    return dict(decide(facts, asked, workload).host.environment["vllm"])
+
+
+def test_a_container_is_asked_for_nothing_of_its_host() -> None:
+    facts = replace(hosts.TURIN_DIRECT, container="docker", **NO_IOMMU)
+    decision = decide(facts, {"module_option.nvidia.NVreg_EnableMSI": "1", "kernel_argument.quiet": "1"})
+    assert reboot_pending(decision.settings, facts) == []
+    assert not [one.key for one in decision.settings if one.applied and one.needs_reboot]
+    for key in ("module_option.nvidia_uvm.uvm_disable_hmm", "kernel_argument.quiet", "sysctl.kernel.numa_balancing"):
+        assert reason(decision, key).startswith("for the host outside this container")
+    # The cards' places are known in a container on metal, and are its hypervisor's secret in one on a virtual machine.
+    assert decision.host.environment["vllm"]["NCCL_P2P_LEVEL"] == "SYS"
+    assert "NCCL_P2P_LEVEL" not in variables(replace(facts, virtualisation="kvm"))
+    translated = replace(facts, iommu_groups=90, iommu_types=("DMA-FQ",))
+    assert variables(translated)["NCCL_P2P_DISABLE"] == "1"
+
+
+@pytest.mark.parametrize(
+    "live",
+    [
+        LIVE,
+        "EnableResizableBar=1;ForceP2P=0x11;GrdmaPciTopoCheckOverride=1",
+        f"{LIVE};PowerMizerEnable=0x1",
+        "ForceP2P=17",
+    ],
+)
+def test_registry_keys_that_are_live_and_valid_are_kept(live: str) -> None:
+    for archetype in (hosts.WORKSTATION_4, hosts.ESC8000A, hosts.MIXED):
+        facts = with_dwords(archetype, live)
+        setting = decide(facts).find(DWORDS)
+        assert setting is not None and not setting.applied and setting.kept and setting.value == live
+        assert OPERATORS in setting.reason
+        assert standing(setting, facts) is Standing.KEPT
+        assert DWORDS not in [one.key for one in reboot_pending(decide(facts).settings, facts)]
+
+
+def test_registry_keys_of_ours_stay_as_they_were_written() -> None:
+    five = "ForceP2P=0x11;RMForceP2PType=1;RMPcieP2PType=2;GrdmaPciTopoCheckOverride=1;EnableResizableBar=1"
+    facts = with_dwords(hosts.WORKSTATION_4, five, MODPROBE)
+    assert decide(facts).host.module_options["nvidia"]["NVreg_RegistryDwords"] == five
+    assert standing(next(one for one in decide(facts).settings if one.key == DWORDS), facts) is Standing.LIVE
+    assert "RMForceP2PType" not in decide(hosts.WORKSTATION_4).host.module_options["nvidia"]["NVreg_RegistryDwords"]
+
+
+def test_other_registry_keys_stay_beside_ours_and_a_file_that_wins_is_named() -> None:
+    early = with_dwords(hosts.WORKSTATION_4, "PowerMizerEnable=0x1", "/etc/modprobe.d/a.conf")
+    decision = decide(early)
+    assert decision.host.module_options["nvidia"]["NVreg_RegistryDwords"] == f"PowerMizerEnable=0x1;{FORCE_P2P}"
+    # Nothing is staged before a deploy, whoever set the option.
+    assert standing(next(one for one in decision.settings if one.key == DWORDS), early) is Standing.PENDING
+    late = decide(with_dwords(hosts.WORKSTATION_4, "PowerMizerEnable=0x1"))
+    assert not applied(late, DWORDS)
+    assert f"{OPERATORS} says PowerMizerEnable=0x1, and wins over ours" in reason(late, DWORDS)
+    wins = {"/etc/modprobe.d/uvm.conf": "options nvidia-uvm uvm_disable_hmm=0\n"}
+    other = decide(replace(hosts.WORKSTATION_4, boot_files={**hosts.WORKSTATION_4.boot_files, **wins}))
+    assert "uvm.conf says 0, and wins over ours" in reason(other, "module_option.nvidia_uvm.uvm_disable_hmm")
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_ranks_without_p2p_do_without_a_custom_all_reduce(count: int) -> None:
+    """rtx6kpro#15, vllm#51513: NCCL_P2P_DISABLE alone leaves the engines' own all-reduce on at two ranks."""
+    rows = tuple(tuple("X" if a == b else "CNS" for b in range(8)) for a in range(8))
+    facts = replace(hosts.TURIN_DIRECT, p2p=rows)
+    chosen = decide(facts, None, Workload(tuple(range(count)), count)).host
+    assert chosen.environment["vllm"]["NCCL_P2P_DISABLE"] == "1"
+    assert chosen.engine_flags == {"vllm": CUSTOM, "sglang": CUSTOM}
+
+
+def test_two_ranks_on_a_large_host_are_two_ranks() -> None:
+    decision = decide(hosts.TURIN_DIRECT, None, Workload((0, 1), 2, "2.27.5"))
+    environment = decision.host.environment["vllm"]
+    assert environment["NCCL_P2P_LEVEL"] == "PHB"
+    assert not {"NCCL_MIN_NCHANNELS", "NCCL_PROTO"} & environment.keys()
+    assert (decision.host.engine_flags, decision.host.memory_fraction) == ({}, {})
+    across = decide(hosts.TURIN_DIRECT, None, Workload((0, 7), 2)).host
+    assert across.environment["vllm"]["NCCL_P2P_LEVEL"] == "SYS"
+    single = decide(hosts.TURIN_DIRECT, None, Workload((3,), 1)).host
+    assert not any(name.startswith("NCCL_") for name in single.environment["vllm"])
+    # The host itself is the same for all.
+    assert decision.host.kernel_arguments == across.kernel_arguments == decide(hosts.TURIN_DIRECT).host.kernel_arguments
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"kernel_argument.iommu": None},
+        {"kernel_argument.iommu": None, "kernel_argument.amd_iommu": None},
+        {"kernel_argument.iommu": "on"},
+        {"kernel_argument.amd_iommu": "force_enable"},
+    ],
+)
+def test_p2p_is_not_used_under_an_iommu_that_the_operator_lets_translate(overrides: dict[str, str | None]) -> None:
+    for count in (2, 8):
+        decision = decide(hosts.TURIN_DIRECT, overrides, Workload(tuple(range(count)), count, "2.27.5"))
+        assert not [token for token in decision.host.kernel_arguments if token.endswith("iommu=off")]
+        environment = decision.host.environment["vllm"]
+        assert environment["NCCL_P2P_DISABLE"] == "1"
+        assert not {"NCCL_P2P_LEVEL", "NCCL_PROTO"} & environment.keys()
+        assert decision.host.engine_flags["vllm"] == CUSTOM
+        assert "IOMMU translates" in reason(decision, "environment.NCCL_P2P_DISABLE")
+
+
+def test_the_simple_protocol_is_for_stock_nccl_on_two_turin() -> None:
+    key = "environment.NCCL_PROTO"
+    for version in ("2.27.5", "2.28.9"):
+        decision = decide(hosts.TURIN_DIRECT, None, Workload(nccl=version))
+        assert applied(decision, key)
+        assert "at 32 streams" in reason(decision, key)
+    for unfit in ("2.29.2", "2.30.7", None):
+        decision = decide(hosts.TURIN_DIRECT, None, Workload(nccl=unfit))
+        assert not applied(decision, key)
+        assert "no figure is published" in reason(decision, key)
+    assert decide(hosts.ESC8000A, None, Workload(nccl="2.27.5")).find(key) is None
+    genoa = machine(replace(hosts.GENOA, sockets=2), hosts.direct(8))
+    found = decide(genoa, None, Workload(nccl="2.27.5")).find(key)
+    assert found is not None and not found.applied and authors(found.supports) == 1
+
+
+def test_one_socket_of_several_numa_nodes_is_one_socket() -> None:
+    facts = machine(replace(hosts.TURIN, sockets=1), hosts.direct(8, numa=(0, 1, 2, 3)), numa_nodes=4)
+    decision = decide(facts, None, Workload(nccl="2.27.5"))
+    assert decision.find("environment.NCCL_PROTO") is None
+    assert decision.host.environment["vllm"]["NCCL_P2P_LEVEL"] == "SYS"
+    assert "several NUMA nodes of one socket" in reason(decision, "environment.NCCL_P2P_LEVEL")
+
+
+def test_cards_of_a_guest_keep_their_iommu_and_serve_nothing() -> None:
+    cards = [
+        replace(card, bound_to="vfio-pci", answers=False) if card.index > 5 else card
+        for card in hosts.TURIN_DIRECT.gpus
+    ]
+    facts = replace(hosts.TURIN_DIRECT, gpus=tuple(cards))
+    decision = decide(facts)
+    assert not [token for token in decision.host.kernel_arguments if "iommu" in token]
+    assert "vfio-pci" in reason(decision, "kernel_argument.iommu")
+    assert decision.host.gpus == (0, 1, 2, 3, 4, 5)
+    assert decision.host.environment["vllm"]["NCCL_P2P_DISABLE"] == "1"
+    assert ACS_UNIT not in decision.host.boot_units
+    passing = replace(facts, command_line=("ro", "iommu=pt"), iommu_types=("identity",))
+    assert variables(passing)["NCCL_P2P_LEVEL"] == "SYS"
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "state"),
+    [
+        ({"command_line": ("iommu.passthrough=1",), "iommu_types": ("identity",)}, (), Iommu.PASSTHROUGH),
+        ({"iommu_types": ("identity",)}, (), Iommu.PASSTHROUGH),
+        ({"command_line": ("ro", "amd_iommu=on", "iommu=pt")}, (), Iommu.PASSTHROUGH),
+        ({"command_line": ("ro", "iommu=off"), **NO_IOMMU}, ("iommu=off",), Iommu.OFF),
+        ({"command_line": ("ro", "amd_iommu=off"), **NO_IOMMU}, ("amd_iommu=off",), Iommu.OFF),
+        (NO_IOMMU, (), Iommu.OFF),
+        ({}, ("iommu=off", "amd_iommu=off"), Iommu.TRANSLATING),
+    ],
+)
+def test_what_the_iommu_does_decides_what_is_asked(
+    change: dict[str, Any], arguments: tuple[str, ...], state: Iommu
+) -> None:
+    facts = replace(hosts.TURIN_DIRECT, **change)
+    decision = decide(facts)
+    assert Situation(facts, {}, facts.gpus).iommu is state
+    assert tuple(token for token in decision.host.kernel_arguments if "iommu" in token) == arguments
+    pending = {one.name for one in reboot_pending(decision.settings, facts)} & {"iommu", "amd_iommu"}
+    assert bool(pending) is (state is Iommu.TRANSLATING)
+    assert decision.host.environment["vllm"]["NCCL_P2P_LEVEL"] == "SYS"
+
+
+def test_an_unknown_card_is_left_alone_until_the_driver_says_how_it_is_linked() -> None:
+    h100 = [
+        replace(card, pci_id="10de:2330", compute_capability=None, memory_mib=None) for card in hosts.XEON_DIRECT.gpus
+    ]
+    bare = replace(hosts.bare(replace(hosts.XEON_DIRECT, gpus=tuple(h100))), relations_guessed=True)
+    decision = decide(bare)
+    assert (decision.host.kernel_arguments, decision.host.module_options) == ((), {})
+    assert not any(name.startswith("NCCL_") for name in decision.host.environment["vllm"])
+    nvlink = tuple(tuple("X" if a == b else "NV18" for b in range(8)) for a in range(8))
+    answering = tuple(replace(card, answers=True) for card in h100)
+    assert decide(replace(hosts.XEON_DIRECT, gpus=answering, relations=nvlink)).host.kernel_arguments == ()
+    pcie = decide(replace(hosts.XEON_DIRECT, gpus=answering))
+    assert pcie.host.environment["vllm"]["NCCL_P2P_LEVEL"] == "SYS"
+    assert pcie.find(DWORDS) is None  # reported for RTX PRO 6000 alone
+
+
+@pytest.mark.parametrize(
+    ("facts", "words", "absent"),
+    [(hosts.MAX_Q_8, "300 W as shipped", "500 W"), (hosts.TURIN_DIRECT, "500 W is about 600 W", "as shipped")],
+)
+def test_power_advice_is_of_the_card_itself(facts: HostFacts, words: str, absent: str) -> None:
+    text = reason(decide(facts), "power_limit.watts")
+    assert words in text and absent not in text
+
+
+def test_a_ring_where_writes_of_one_switch_would_collapse() -> None:
+    assert variables(hosts.ESC8000A)["NCCL_ALGO"] == "Ring"
+    found = decide(hosts.ESC8000A).find("environment.NCCL_ALGO")
+    assert found is not None and authors(found.supports) == 2
+    assert "NCCL_ALGO" not in variables(hosts.GENOA_SWITCHED)  # two switches: one other port
+    assert "NCCL_ALGO" not in variables(replace(hosts.ESC8000A, cpu=hosts.XEON))
+    microchip = {address: replace(bridge, pci_id="11f8:5000") for address, bridge in hosts.ESC8000A.bridges.items()}
+    assert decide(replace(hosts.ESC8000A, bridges=microchip)).find("environment.NCCL_ALGO") is None
+    four = machine(hosts.THREADRIPPER, hosts.switched(16, 4))
+    single = decide(replace(four, bridges={a: replace(b, pci_id="1f18:0101") for a, b in four.bridges.items()}))
+    assert not applied(single, "environment.NCCL_ALGO")
+    assert "4 cards a switch" in reason(single, "environment.NCCL_ALGO")

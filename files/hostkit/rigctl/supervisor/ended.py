@@ -48,6 +48,9 @@ def record(specification: Specification) -> int:
         "killed": killed,
         "left": left,
     }
+    # An engine that once worked on this boot may start again without what a later policy wants at the next one.
+    before = (read_object(specification.state / "ended.json") or {}).get("accepted_boot")
+    ended["accepted_boot"] = boot_id() if started is not None else before
     words = read_object(specification.runtime / "cause.json") or {}
     note(specification.state / "ended.json", {**ended, "last_words": words.get("last_words", [])})
     clear(specification)
