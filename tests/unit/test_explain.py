@@ -13,7 +13,7 @@ from rig.host.live_settings import Standing, reboot_pending, standing
 from rig.host.rules import FORCE_P2P
 from rig.host.settings import ACS_UNIT, PERSISTENCE_UNIT
 from rig.host.situation import Workload
-from rig.host.system_files import MODPROBE, modprobe_text
+from rig.host.system_files import MODPROBE, host_files
 from rig.host.topology import decide
 from rigctl.contract.comparison import same_value
 from tests.unit import host_archetypes as hosts
@@ -30,7 +30,7 @@ def tuned() -> HostFacts:
         command_line=(*(facts.command_line or ()), *chosen.kernel_arguments),
         iommu_groups=0,
         driver=Driver("590.48.01", True, driver, True, "590.48.01"),
-        boot_files={MODPROBE: modprobe_text(chosen.module_options)},
+        boot_files={one.path: one.text for one in host_files(chosen, facts) if one.path == MODPROBE},
         bridges={address: replace(bridge, redirects=False) for address, bridge in facts.bridges.items()},
         units={name: Unit(active=True, enabled=True) for name in (ACS_UNIT, PERSISTENCE_UNIT)},
         cpu=replace(facts.cpu, governors=("performance",)),

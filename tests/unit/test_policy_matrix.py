@@ -14,7 +14,7 @@ from rig.host.explanation import explain_text
 from rig.host.live_settings import reboot_pending
 from rig.host.settings import Confidence, Kind
 from rig.host.situation import Situation, Workload
-from rig.host.system_files import MODPROBE, host_files, modprobe_text
+from rig.host.system_files import MODPROBE, host_files
 from rig.host.topology import OUTSIDE, Decision, decide
 from rigctl.contract.comparison import key_values
 from tests.unit import host_archetypes as hosts
@@ -90,9 +90,8 @@ def workloads(case: Case) -> Iterator[Workload]:
 def rebooted(facts: HostFacts, decision: Decision) -> HostFacts:
     """The host after a deploy and a reboot: arguments, and options of whichever file wins."""
     chosen = decision.host
-    files = dict(facts.boot_files)
-    if chosen.module_options:
-        files[MODPROBE] = modprobe_text(chosen.module_options)
+    ours = {one.path: one.text for one in host_files(chosen, facts) if one.path == MODPROBE}
+    files = {**facts.boot_files, **ours}
     tokens = tuple(dict.fromkeys((*(facts.command_line or ()), *chosen.kernel_arguments)))
     off = any(token.endswith("iommu=off") for token in tokens)
     after = replace(
