@@ -206,12 +206,20 @@ def test_one_deploy_at_a_time(box: DeployBox) -> None:
 
 def test_a_pending_reboot_is_exit_3_and_nothing_serves(box: DeployBox) -> None:
     override = ("--pyinfra=--data", '--pyinfra=host_overrides={"kernel_argument.iommu": "pt"}')
-    deploy = box.deploy(*override)
-    assert deploy.returncode == 3, deploy.stderr
-    assert "sandbox: reboot pending: kernel_argument.iommu = pt" in deploy.stdout
-    assert box.plan(*override).returncode == 3
-    refused = box.ssh("systemctl start kimi-vllm-base", check=False)
-    assert refused.returncode != 0 and "Assertion failed" in refused.stderr
+    noted = box.deploy(*override)
+    assert noted.returncode == 0, "no reboot of a container brings a kernel argument"
+    # From here on the box says that it is a machine.
+    detect = "/usr/bin/systemd-detect-virt"
+    box.ssh(f"mv {detect} {detect}.real && printf '#!/bin/sh\\necho none\\nexit 1\\n' > {detect} && chmod 755 {detect}")
+    try:
+        deploy = box.deploy(*override)
+        assert deploy.returncode == 3, deploy.stderr
+        assert "sandbox: reboot pending: kernel_argument.iommu = pt" in deploy.stdout
+        assert box.plan(*override).returncode == 3
+        refused = box.ssh("systemctl start kimi-vllm-base", check=False)
+        assert refused.returncode != 0 and "Assertion failed" in refused.stderr
+    finally:
+        box.ssh(f"mv -f {detect}.real {detect}")
     assert box.deploy().returncode == 0, "without the override nothing waits for a reboot"
     assert box.plan().returncode == 0
 

@@ -113,6 +113,17 @@ def test_an_engine_without_its_patches_serves_nothing(tmp_path: Path) -> None:
     assert patches.precheck(specification()) == "this release needs none"
 
 
+@pytest.mark.parametrize("live", ["B=2;A=1", "A=0x1;B=2;C=3", "C=3; B=2 ;A=1;"])
+def test_registry_keys_hold_in_any_order_and_beside_others(root: Path, live: str) -> None:
+    path = root / "proc/driver/nvidia/params"
+    path.write_text(f'EnableResizableBar: 1\nRegistryDwords: "{live}"\n')
+    assert look(root) == "9 settings are live"
+    for wrong in ("A=1", "A=1;B=3", ""):
+        path.write_text(f'EnableResizableBar: 1\nRegistryDwords: "{wrong};X=1"\n')
+        with pytest.raises(RigctlError, match="RegistryDwords"):
+            look(root)
+
+
 def test_lines_of_the_driver_that_say_nothing(root: Path) -> None:
     path = root / "proc/driver/nvidia/params"
     path.write_text(f"{path.read_text()}\nRegistryDwords:\n")
