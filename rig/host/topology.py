@@ -178,7 +178,7 @@ def _possible(setting: Setting, situation: Situation) -> Setting:
         files = situation.options(module, option)
         later = files[-1] if files else (MODPROBE, "")
         ours_is_last = later[0].rpartition("/")[2] < MODPROBE.rpartition("/")[2] or later[0] == MODPROBE
-        if "/" not in later[0] or not (ours_is_last or same_value(later[1], setting.value)):
+        if not (ours_is_last or same_value(later[1], setting.value)):
             reason = f"{later[0]} says {later[1]}, and wins over ours: set {setting.value} there; {setting.reason}"
             return replace(setting, applied=False, kept=False, blocked=True, reason=reason)
     return setting

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from rig.catalog.entries import ROOT
+from rig.cli.explain import recorded_page
 from rig.facts.host import Bridge, Driver, HostFacts, Unit
 from rig.host.explanation import explain_json, explain_text
 from rig.host.live_settings import Standing, reboot_pending, standing
@@ -110,6 +112,15 @@ def test_page_names_override_pending_and_unknown() -> None:
     assert "published: Kimi-K2.5 decode 40 -> 65 to 68 tok/s" in whole
     assert "mitigations = off  [kernel_argument]" in whole
     assert "command:topology: nvidia-smi: no answer in 20 s" in page
+
+
+def test_the_page_of_a_recorded_host_is_three_screens() -> None:
+    page = recorded_page(ROOT / "rig/facts/turin-direct.json")
+    assert len(page["text"].splitlines()) <= 3 * 50
+    assert max(len(line) for line in page["text"].splitlines()) <= 120
+    for words in ("2 against", "against: ", "NCCL 2.27.5, 8 ranks", "environment.NCCL_PROTO = LL", "Left alone too"):
+        assert words in page["text"], words
+    assert len(page["all"].splitlines()) > len(page["text"].splitlines())
 
 
 def test_json_has_every_setting_with_its_grounds() -> None:

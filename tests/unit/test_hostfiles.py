@@ -37,7 +37,7 @@ def test_files_of_a_direct_attach_host() -> None:
     assert body(files["/etc/modprobe.d/kimi-rig.conf"]) == (
         "options nvidia_uvm uvm_disable_hmm=1\n"
         "options nvidia NVreg_DynamicPowerManagement=0x00\n"
-        'options nvidia NVreg_RegistryDwords="ForceP2P=0x11;RMForceP2PType=1;RMPcieP2PType=2;'
+        'options nvidia NVreg_RegistryDwords="ForceP2P=0x11;'
         'GrdmaPciTopoCheckOverride=1;EnableResizableBar=1"\n'
     )
     assert body(files["/etc/sysctl.d/90-kimi-rig.conf"]) == "kernel.numa_balancing = 0\n"

@@ -353,6 +353,8 @@ def test_other_registry_keys_stay_beside_ours_and_a_file_that_wins_is_named() ->
     late = decide(with_dwords(hosts.WORKSTATION_4, "PowerMizerEnable=0x1"))
     assert not applied(late, DWORDS)
     assert f"{OPERATORS} says PowerMizerEnable=0x1, and wins over ours" in reason(late, DWORDS)
+    line = (*(hosts.WORKSTATION_4.command_line or ()), "nvidia-uvm.uvm_disable_hmm=1")
+    assert applied(decide(replace(hosts.WORKSTATION_4, command_line=line)), "module_option.nvidia_uvm.uvm_disable_hmm")
     wins = {"/etc/modprobe.d/uvm.conf": "options nvidia-uvm uvm_disable_hmm=0\n"}
     other = decide(replace(hosts.WORKSTATION_4, boot_files={**hosts.WORKSTATION_4.boot_files, **wins}))
     assert "uvm.conf says 0, and wins over ours" in reason(other, "module_option.nvidia_uvm.uvm_disable_hmm")
