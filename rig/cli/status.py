@@ -35,7 +35,8 @@ section receipt; cat {layout.RECEIPT}
 section rigctl; {layout.RIGCTL} status --json
 section state; cat {layout.PRESENT_STATE}
 section pending; cat {layout.REBOOT_PENDING}
-section health; journalctl -k -b -q -o cat --no-pager -n 3 -g 'NVRM: Xid' 2>/dev/null | cut -c 1-160
+section health; journalctl -k -b -q -o cat --no-pager -n 3 -g 'NVRM: Xid' 2>/dev/null |
+sed -n 's/.*Xid (\\(PCI:[0-9A-Fa-f:.]*\\)): \\([0-9]*\\).*/Xid \\2 (\\1)/p'
 timeout 10 nvidia-smi --format=csv,noheader,nounits \
 --query-gpu=index,ecc.errors.uncorrected.volatile.total,pcie.link.width.current,pcie.link.width.max 2>/dev/null |
 awk -F', ' '$2 ~ /^[1-9]/ {{ print "card " $1 ": " $2 " uncorrectable memory errors" }}

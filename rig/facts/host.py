@@ -22,6 +22,9 @@ RUNS = ("active", "activating", "reloading")
 ANSWER_BY_EXIT_CODE = ("virtualisation", "container", "packages", "xid")
 
 
+XID = re.compile(r"Xid \((PCI:[0-9A-Fa-f:.]+)\): (\d+)")
+
+
 class FactsError(Exception):
     """The facts document cannot be used: says why, and what to do."""
 
@@ -274,7 +277,7 @@ class HostFacts:
     preload: tuple[str, ...] = ()
     """Libraries that /etc/ld.so.preload puts into every process."""
     xids: tuple[str, ...] = ()
-    """The driver's error reports in the kernel's log of this boot."""
+    """The driver's error reports in the kernel's log of this boot: "Xid 79 (PCI:0000:61:00)"."""
     accepted: tuple[str, ...] = ()
     """Configurations whose engine was accepted on this boot."""
     probes: Mapping[str, str | None] = field(default_factory=dict)
@@ -394,7 +397,8 @@ class _Reader:
             device_nodes=tuple(raw["device_nodes"]),
             nvidia_uvm_node="/dev/nvidia-uvm" in raw["exists"],
             preload=tuple((self.file("/etc/ld.so.preload") or "").split()),
-            xids=tuple(line for line in (self.output("xid") or "").splitlines() if "Xid" in line),
+            # Not the rest of the line: it names processes, in their own words.
+            xids=tuple(f"Xid {code} ({at})" for at, code in XID.findall(self.output("xid") or "")),
             accepted=tuple(raw.get("accepted") or ()),
             probes=raw["probes"],
             seconds=raw.get("seconds"),
@@ -404,6 +408,8 @@ class _Reader:
     def _gpus(self) -> tuple[tuple[Gpu, ...], str | None]:
         answer = self.raw["commands"].get("gpus", {"rc": None, "out": "", "err": "not asked"})
         rows, error = parse_gpu_query(answer["out"]), None
+        more = parse_gpu_query(self.output("health") or "")
+        rows = {address: {**more.get(address, {}), **row} for address, row in rows.items()}
         if answer["rc"] != 0:
             error = _first_line(answer["err"]) or _error_line(answer["out"]) or f"exit code {answer['rc']}"
             self.unknown["command:gpus"] = error

@@ -34,11 +34,16 @@ SHM = "/dev/shm"  # noqa: S108
 GPU_QUERY = (
     "index,name,pci.bus_id,compute_cap,memory.total,"
     "pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max,"
-    "power.limit,power.min_limit,power.max_limit,mig.mode.current,"
-    "power.default_limit,ecc.errors.uncorrected.volatile.total"
+    "power.limit,power.min_limit,power.max_limit,mig.mode.current"
 )
 COMMANDS = {
     "gpus": ["nvidia-smi", "--query-gpu=" + GPU_QUERY, "--format=csv,nounits"],
+    # Apart: nvidia-smi answers nothing at all where a driver does not know one field.
+    "health": [
+        "nvidia-smi",
+        "--query-gpu=index,pci.bus_id,power.default_limit,ecc.errors.uncorrected.volatile.total",
+        "--format=csv,nounits",
+    ],
     "compute_apps": [
         "nvidia-smi",
         "--query-compute-apps=gpu_uuid,pid,used_memory,process_name",

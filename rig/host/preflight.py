@@ -428,8 +428,8 @@ def _settings(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Fi
 
 
 def _health(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
-    for line in facts.xids[-3:]:
-        yield _warning("xid", f"the driver reported an error on this boot: {line}", "NVIDIA's list of Xid codes has it")
+    for error in sorted(set(facts.xids)):
+        yield _warning("xid", f"the driver reported {error} on this boot", "NVIDIA's list of Xid codes says what it is")
     for card in decision.cards:
         if card.ecc_errors:
             yield _warning(

@@ -370,7 +370,8 @@ def _refused(s: Situation) -> str:
 def _level_reason(s: Situation) -> str:
     where = "one NUMA node"
     if s.crosses_numa:
-        where = "NUMA nodes of several sockets" if s.sockets > 1 else "several NUMA nodes of one socket"
+        nodes = "several NUMA nodes" if s.numa_nodes > 1 else "ports that nvidia-smi calls SYS"
+        where = "NUMA nodes of several sockets" if s.sockets > 1 else f"{nodes} of one socket"
     return (
         f"the cards are on {where}; by default NCCL takes shared memory between cards that share no switch. A level "
         "too high for the host dead-locks (cards at 100 %, about 140 W, memory not growing)"

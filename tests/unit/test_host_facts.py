@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rig.catalog.entries import ROOT
 from rig.facts import remote_script
 from rig.facts.host import (
     FactsError,
@@ -281,3 +282,33 @@ def test_a_staging_that_ends_meanwhile_costs_no_fact(tmp_path: Path) -> None:
     (tmp_path / ".model.partial" / "moved on").symlink_to(tmp_path / "nowhere")
     assert remote_script.model(str(tmp_path / "model"))["config"] is None
     assert remote_script.allocated(str(tmp_path / "gone")) == 0
+
+
+def test_health_is_asked_apart_and_joins_its_card() -> None:
+    document = json.loads((ROOT / "rig/facts/turin-direct.json").read_text())
+    plain = parse_host(json.dumps(document)).gpus
+    assert {(card.ecc_errors, card.clique) for card in plain} == {(None, None)}
+    address = plain[2].address
+    head = "index, pci.bus_id, power.default_limit [W], ecc.errors.uncorrected.volatile.total\n"
+    rows = f"2, 0000{address.upper()}, 600.00, 4\n3, 00000000:99:00.0, [N/A], [N/A]\n"
+    document["commands"]["health"] = {"rc": 0, "out": head + rows, "err": "", "seconds": 0.1}
+    document["commands"]["xid"] = {
+        "rc": 0,
+        "out": "NVRM: Xid (PCI:0000:61:00): 79, pid=7, name=\x1b[2J\n",
+        "err": "",
+        "seconds": 0.1,
+    }
+    document["files"]["/etc/ld.so.preload"] = "/usr/lib/a.so /usr/lib/b.so\n"
+    [pci] = [one for one in document["pci"] if one["address"] == address]
+    pci.update(aer={"fatal": 0, "nonfatal": 3, "correctable": 9}, clique=False)
+    facts = parse_host(json.dumps(document))
+    card = facts.gpus[2]
+    assert (card.power_default_w, card.ecc_errors, card.aer["nonfatal"], card.clique) == (600.0, 4, 3, False)
+    assert facts.xids == ("Xid 79 (PCI:0000:61:00)",)
+    assert facts.preload == ("/usr/lib/a.so", "/usr/lib/b.so")
+    # A driver that does not know a field answers nothing, and costs nothing but this.
+    refused = 'Field "ecc.errors" is not a valid field to query.\n'
+    document["commands"]["health"] = {"rc": 2, "out": refused, "err": "", "seconds": 0.1}
+    again = parse_host(json.dumps(document))
+    assert again.driver.smi_error is None
+    assert [card.answers for card in again.gpus] == [True] * 8

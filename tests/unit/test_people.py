@@ -124,6 +124,12 @@ def receipt() -> dict[str, Any]:
     return {"version": "abc", "at": "2026-11-29T10:00:00", "items": dated}
 
 
+def test_status_says_what_cards_and_links_reported(receipt: dict[str, Any]) -> None:
+    text = answer(receipt, rows=[]) + "\n== health\nXid 79 (PCI:0000:61:00)\ncard 2: 8 of 16 lanes\n"
+    assert "health: Xid 79 (PCI:0000:61:00); card 2: 8 of 16 lanes" in status.read_status("kimi-1", DATA, text).line()
+    assert "health" not in status.read_status("kimi-1", DATA, answer(receipt, rows=[])).line()
+
+
 def test_status_of_a_host_that_serves(receipt: dict[str, Any]) -> None:
     row = {
         "name": "sglang-base",

@@ -211,7 +211,7 @@ VM = replace(hosts.VIRTUAL, gpus=tuple(replace(card, clique=False) for card in h
     [
         (with_card(2, **LOW), "power-low", Severity.WARNING, "275 W of the 600 W"),
         (with_card(2, power_limit_w=200.0), "power-low", Severity.WARNING, "200 W of the 600 W"),
-        (replace(SOUND, xids=("NVRM: Xid (PCI:0000:61:00): 79, GPU has",)), "xid", Severity.WARNING, "79"),
+        (replace(SOUND, xids=("Xid 79 (PCI:0000:61:00)",)), "xid", Severity.WARNING, "79"),
         (with_card(2, ecc_errors=4), "ecc", Severity.WARNING, "4 uncorrectable"),
         (with_card(2, aer={"fatal": 1, "nonfatal": 2}), "aer", Severity.WARNING, "1 fatal, 2 nonfatal"),
         (with_card(2, aer={"correctable": 20_000}), "aer", Severity.NOTE, "20000 corrected"),
