@@ -99,7 +99,11 @@ def explain_text(
         lines += _settings(members, facts, everything)
     lines += _by_configuration(decision, configurations or {})
     rest = [one for one in decision.settings if not one.applied]
-    told = [one for one in rest if everything or one.kept or one.blocked or one.replaces or one.against]
+    told = [
+        one
+        for one in rest
+        if everything or one.kept or one.blocked or one.replaces or one.against or (one.outside and one.founded)
+    ]
     if told:
         lines += _title("Known, and left alone")
         lines += _settings(told, facts, everything)

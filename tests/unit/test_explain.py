@@ -123,6 +123,14 @@ def test_the_page_of_a_recorded_host_is_three_screens() -> None:
     assert len(page["all"].splitlines()) > len(page["text"].splitlines())
 
 
+def test_the_page_of_a_container_says_what_its_host_should_have() -> None:
+    facts = replace(hosts.TURIN_DIRECT, container="docker")
+    page = explain_text("box", facts, decide(facts))
+    assert "PENDING" not in page
+    assert "nvidia-persistenced.service = enabled  [boot_unit]" in page.partition("Left alone too")[0]
+    assert "for the host outside this container: with heterogeneous memory" in page
+
+
 def test_json_has_every_setting_with_its_grounds() -> None:
     facts = hosts.GENOA_SWITCHED
     decision = decide(facts)
