@@ -161,10 +161,12 @@ def _links(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Findi
 
 
 def _driver(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
-    driver = facts.driver
+    driver, contained = facts.driver, facts.container not in (None, "none")
     if not facts.gpus:
         return
-    if facts.container not in (None, "none"):
+    outside = "the driver belongs to the host outside this container: for whoever has it" if contained else ""
+    replaced = _warning if contained else _note if needs.driver_upgrade else _error
+    if contained:
         if "version mismatch" in (driver.smi_error or ""):
             library = driver.library or "another version"
             yield _error(
@@ -185,24 +187,21 @@ def _driver(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
     if driver.smi_error:
         yield _error("nvidia-smi", f"nvidia-smi: {driver.smi_error}", "see the kernel's log (NVRM, Xid)")
     if driver.open_module is False and any((gpu.compute_capability or (0, 0)) >= (10, 0) for gpu in facts.gpus):
-        replaced = _note if needs.driver_upgrade else _error
+        remedy = "set driver_upgrade for this host, or install nvidia-open in place of the proprietary modules yourself"
         yield replaced(
             "driver-proprietary",
             "Blackwell cards need the open kernel modules (sapcc/metal-images#399)",
-            "set driver_upgrade for this host, or install nvidia-open in place of the proprietary modules yourself",
+            outside or remedy,
         )
     if driver.version is None:
-        yield _note("driver-none", "no NVIDIA driver is loaded", "the host stage installs it")
+        yield _note("driver-none", "no NVIDIA driver is loaded", outside or "the host stage installs it")
         return
     for name, release in needs.releases_on("cuda").items():
         if version_tuple(driver.version) < version_tuple(release.minimum_driver):
             text = f"release {name} needs driver {release.minimum_driver}, this host has {driver.version}"
-            if needs.driver_upgrade:
-                yield _note("driver-old", text, "the host stage replaces it")
-            else:
-                yield _error(
-                    "driver-old", text, "a working driver is not changed unasked: set driver_upgrade for this host"
-                )
+            unasked = "a working driver is not changed unasked: set driver_upgrade for this host"
+            remedy = "the host stage replaces it" if needs.driver_upgrade else unasked
+            yield replaced("driver-old", text, outside or remedy)
     if len(facts.device_nodes) < sum(not gpu.taken for gpu in facts.gpus) or not facts.nvidia_uvm_node:
         yield _error(
             "device-nodes",

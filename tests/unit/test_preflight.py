@@ -251,6 +251,25 @@ def test_libraries_of_a_container_are_its_own_to_mend() -> None:
     assert "driver-mismatch" not in codes(replace(facts, driver=replace(driver, smi_error=None)))
 
 
+@pytest.mark.parametrize(
+    ("driver", "code"),
+    [
+        (Driver("570.86.15", True), "driver-old"),
+        (Driver("590.48.01", False), "driver-proprietary"),
+        (Driver(), "driver-none"),
+    ],
+)
+@pytest.mark.parametrize("upgrade", [False, True])
+def test_a_containers_driver_is_never_refused_nor_replaced(driver: Driver, code: str, upgrade: bool) -> None:
+    facts = replace(SOUND, container="docker", driver=driver)
+    needs = replace(NEEDS, driver_upgrade=upgrade)
+    found = [one for one in preflight(facts, decide(facts), needs) if one.code == code]
+    assert found
+    for one in found:
+        assert one.severity is not Severity.ERROR
+        assert "belongs to the host outside this container" in one.remedy
+
+
 def test_a_container_names_what_its_host_should_have() -> None:
     facts = replace(SOUND, container="docker")
     found = {one.code: one for one in preflight(facts, decide(facts), NEEDS)}
