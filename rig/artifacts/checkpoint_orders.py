@@ -1,7 +1,5 @@
 """The order for each checkpoint of a host: catalogue entry in, contract/checkpoint_job.py out. Pure but for reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rig.catalog.entries import Checkpoint, inventory_directory

@@ -1,7 +1,5 @@
 """What engine environments are made from, and what each installed engine is asked before a unit is written. Pure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rig.catalog.entries import ROOT

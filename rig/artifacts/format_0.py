@@ -3,8 +3,6 @@
 To be deleted in the version after this one, with `same_as` left empty.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rig.catalog.entries import Source

@@ -1,7 +1,5 @@
 """What a plan needs of its host, and what stands against it: space, memory, driver, reboot. Pure but for manifests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rig.artifacts.checkpoint_orders import expected_bytes

@@ -1,7 +1,5 @@
 """Kernel wheels: what the catalogue says of them, as the order that `rigctl kernel` works from. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The host's receipt: what is installed, from which inputs, since when. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 A deploy records its state before it writes units. The host keeps the latest (rigctl prune says which).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Serving units: a catalogue entry and the host's settings in, a unit file and a run specification out. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from hashlib import sha256

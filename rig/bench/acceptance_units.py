@@ -4,8 +4,6 @@ The unit is the acceptance length: tokens a target step yields, 1 + accepted dra
 many tokens were drafted, so it is the same thing in every engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """From results to judgements: who wins where, where lines cross, what a drafter must reach. Pure."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence

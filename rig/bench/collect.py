@@ -1,7 +1,5 @@
 """From what a host measured to ledger entries. Pure."""
 
-from __future__ import annotations
-
 import re
 
 from pydantic import ValidationError

@@ -4,8 +4,6 @@ Sources: engines.md 1.3; vllm#43671 (aux layers off by one: about 10 % at positi
 default layers: 1.2 % against 58.9 %).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args

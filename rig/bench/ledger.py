@@ -1,7 +1,5 @@
 """The ledger: one JSON file a result, never changed once written. docs/reference/benchmark.md describes the format."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

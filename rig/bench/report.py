@@ -1,7 +1,5 @@
 """The report: one HTML page that needs no network and no script, and the same as Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sweeps (inventory/benchmark.yaml) as typed data, and the order to a host. Pure but for reading files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

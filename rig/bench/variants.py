@@ -1,7 +1,5 @@
 """Configurations derived from one entry for a sweep: other steps, limits, flags, or layer ids of the drafter. Pure."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

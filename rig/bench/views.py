@@ -1,7 +1,5 @@
 """What the report shows, as tables and sentences without a format: the page and the Markdown are made from it. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """Benchmark: the load generator's environment, the units of derived configurations, the sweep as a job on the host."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable, Sequence

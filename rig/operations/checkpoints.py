@@ -1,7 +1,5 @@
 """Model and drafters on the host: complete and proved, or not there."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from typing import Any

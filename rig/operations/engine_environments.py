@@ -1,7 +1,5 @@
 """Engine environments: one virtual environment a release, built beside the others, whole or not there."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Kernel wheels on the host: built or proved by `rigctl kernel`, as a long job that yields to everything else."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Sequence

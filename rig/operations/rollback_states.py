@@ -1,7 +1,5 @@
 """States a host can return to: recorded by a deploy, put back by a rollback, and what no state needs is removed."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence

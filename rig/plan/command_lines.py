@@ -3,8 +3,6 @@
 Flag names as the engines' own parsers know them (vLLM 0.16 to 0.33, SGLang 0.5.9 to 0.5.23).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

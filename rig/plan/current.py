@@ -1,7 +1,5 @@
 """The plan of the host that pyinfra is working on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

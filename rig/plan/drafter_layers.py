@@ -3,8 +3,6 @@
 Pure: from the catalogues. What the files themselves say is judged on the host (`rigctl checkpoints pairs`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

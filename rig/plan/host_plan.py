@@ -3,8 +3,6 @@
 The deploy, the verification and the receipt read the same HostPlan, so nothing is written twice.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

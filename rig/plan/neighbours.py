@@ -1,7 +1,5 @@
 """What our configurations would interrupt on a host that serves already, and what changes for its clients. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from rig.catalog.entries import Configuration

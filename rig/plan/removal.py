@@ -1,7 +1,5 @@
 """What an uninstall removes and what it keeps: decided here, from the record and the host. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 

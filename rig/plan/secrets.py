@@ -4,8 +4,6 @@ Host data names the file, or says "prompt". A wrapper that starts pyinfra severa
 on in an anonymous file (memfd) that only its children can open.
 """
 
-from __future__ import annotations
-
 import getpass
 import os
 import sys

@@ -1,7 +1,5 @@
 """The command line: one module a subcommand, each with `register(subparsers)`."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import io

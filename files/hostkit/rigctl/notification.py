@@ -1,7 +1,5 @@
 """What a unit tells systemd of itself."""
 
-from __future__ import annotations
-
 import os
 import socket
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """What nvidia-smi answers."""
 
-from __future__ import annotations
-
 import subprocess
 
 

@@ -1,7 +1,5 @@
 """Programs of this package as processes of their own."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

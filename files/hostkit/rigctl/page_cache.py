@@ -1,7 +1,5 @@
 """Files and the page cache: what of them is in memory, reading them into it, taking them out."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path

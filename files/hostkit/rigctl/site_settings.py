@@ -4,8 +4,6 @@ A target, a user scheme or a constraint in /etc/pip.conf or a uv.toml would inst
 a program (install.sh does, with any Python) it prints shell lines that leave pip with these settings alone.
 """
 
-from __future__ import annotations
-
 import configparser
 import os
 import shlex

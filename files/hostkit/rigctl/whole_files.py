@@ -1,7 +1,5 @@
 """Files that are written whole or not at all, and JSON that is read with a message that names the file."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """What a result needs to know of its host, and drafters with shifted layer ids."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections import Counter

@@ -1,7 +1,5 @@
 """The load: NVIDIA's aiperf as the client that measures, plain threads for the warm-up, which nobody measures."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

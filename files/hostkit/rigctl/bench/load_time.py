@@ -3,8 +3,6 @@
 Beside it the time to read the same files to their end: what a perfect reader would take.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

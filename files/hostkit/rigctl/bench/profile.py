@@ -4,8 +4,6 @@ The window holds each stream's short prompt and PROFILED_TOKENS tokens of its an
 A rank that waits for another one does so in its AllReduce, and that time counts.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -3,8 +3,6 @@
 A line of its own opens each prompt, so that no round finds another's prefix in the engine's cache.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterator, Sequence

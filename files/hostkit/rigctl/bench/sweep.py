@@ -4,8 +4,6 @@ Each finished cell is a file of its own, so an interrupted sweep goes on where i
 too: it says why, and the sweep goes on.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

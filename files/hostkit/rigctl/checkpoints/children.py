@@ -1,7 +1,5 @@
 """Child processes that fetch or make files: their growth is counted, a stopped job ends them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile

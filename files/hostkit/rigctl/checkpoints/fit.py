@@ -1,8 +1,6 @@
 """Does a drafter fit its target, on this engine release? From config files, safetensors headers and the two
 small vocabulary tables; no weights are loaded."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

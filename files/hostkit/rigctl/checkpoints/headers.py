@@ -4,8 +4,6 @@ Format (safetensors documentation): 8 bytes little-endian header length, JSON he
 relative to the end of the header, then the data, which must end where the last tensor ends.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -4,8 +4,6 @@ huggingface_hub 2.4.0 removes its partial file when a download fails and starts 
 (file_download.py `_download_to_tmp_and_move`; huggingface_hub#4196): not good enough for shards of 9 GB.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -4,8 +4,6 @@ The hub's chunked transfer (hf_xet) runs in a process of its own, since it canno
 (xet-core#358) and has been seen to hang (xet-core#883): when it stalls or fails, http takes over.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from importlib.util import find_spec

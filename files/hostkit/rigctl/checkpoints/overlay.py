@@ -1,7 +1,5 @@
 """A drafter's directory with another config.json, its weights linked: the checkpoint is never changed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Places below a directory: made, walked and removed without following links."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -4,8 +4,6 @@ From records, config files and safetensors headers: seconds, no weights are read
 words and raises RigctlError when it does not hold.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path

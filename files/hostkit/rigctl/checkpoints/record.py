@@ -3,8 +3,6 @@
 They live in the state directory, never in the checkpoint: an adopted directory belongs to the operator.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import asdict, dataclass, field

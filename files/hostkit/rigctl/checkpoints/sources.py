@@ -1,7 +1,5 @@
 """Where checkpoints come from. A source lists its files, and either fills one sink or a whole directory."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

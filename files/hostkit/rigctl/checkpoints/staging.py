@@ -1,7 +1,5 @@
 """Bring a checkpoint to its destination: complete and proved, or not there under its final name."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

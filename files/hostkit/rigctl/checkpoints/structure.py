@@ -1,7 +1,5 @@
 """Is a directory a loadable checkpoint? Seconds, from names, config files and safetensors headers only."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field

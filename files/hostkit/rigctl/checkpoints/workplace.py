@@ -7,8 +7,6 @@
 .NAME.partial/record.json     written last before the rename: a crash after it is finished by the next run
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Child process: fetch one file with the hub client's own transfer. The request comes as JSON on stdin."""
 
-from __future__ import annotations
-
 import json
 import sys
 

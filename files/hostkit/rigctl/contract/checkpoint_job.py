@@ -1,7 +1,5 @@
 """The order for one checkpoint (/etc/kimi-rig/checkpoints/<name>.json): what shall lie where, and how it gets there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, Literal, Self
 

@@ -1,7 +1,5 @@
 """How both programs compare what tools and the kernel show: versions, and values of settings."""
 
-from __future__ import annotations
-
 import re
 
 

@@ -8,8 +8,6 @@ Ids are compared in one unit, the *input id*: k means the hidden state that goes
 comes out of layer k - 1. Both engines capture at the entry of a layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

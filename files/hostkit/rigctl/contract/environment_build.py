@@ -1,7 +1,5 @@
 """The order `environment build`: which virtual environment is made, and from what."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 

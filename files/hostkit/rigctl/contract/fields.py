@@ -1,7 +1,5 @@
 """Kinds of values that orders and catalogue entries share."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from pathlib import Path

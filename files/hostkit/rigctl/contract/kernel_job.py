@@ -1,7 +1,5 @@
 """The order `kernel job`: the CUDA kernel library of one release, /etc/kimi-rig/kernels/<release>.json."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Where things lie on a host. The three paths an operator may move are group data (all.py); these are ours."""
 
-from __future__ import annotations
-
 LOCALE = {"LC_ALL": "C.UTF-8", "LANGUAGE": ""}
 """Environment of every command whose words we read. With LC_ALL=C.UTF-8 alone LANGUAGE still translates (gettext)."""
 

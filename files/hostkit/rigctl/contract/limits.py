@@ -3,8 +3,6 @@
 inventory/group_data/all.py documents each.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import Field, StringConstraints

@@ -4,8 +4,6 @@ The control side validates an order before it changes anything, rigctl again whe
 a wrong type, an unknown key or a newer format is refused by field path, in the same words.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches

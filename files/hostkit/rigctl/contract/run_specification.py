@@ -3,8 +3,6 @@
 It lies in /etc/kimi-rig/configurations/<name>.json, one for each serving configuration.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator

@@ -1,8 +1,6 @@
 """The checkpoints that a configuration serves with: in the run specification, and in the order to validate drafters
 against their targets before any unit is written (`rigctl checkpoints pairs`)."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator

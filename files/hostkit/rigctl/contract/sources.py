@@ -1,7 +1,5 @@
 """Where a checkpoint's files come from: in an entry of the catalogue, and in the job that a host gets."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 

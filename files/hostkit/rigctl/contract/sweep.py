@@ -3,8 +3,6 @@
 The catalogue (inventory/benchmark.yaml) and the ledger use the same parts, so a key has one name and one rule.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self

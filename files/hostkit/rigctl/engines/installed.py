@@ -3,8 +3,6 @@
 RECORD, by PyPA's "Recording installed projects": path, hash (urlsafe base64 without padding), size.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import re

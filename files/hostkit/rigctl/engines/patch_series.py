@@ -5,8 +5,6 @@ files outside a repository's directory without a word), which with one line of c
 to happen. So the reading is ours; the files remain ordinary input for either tool.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

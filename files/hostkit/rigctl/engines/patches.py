@@ -5,8 +5,6 @@ installer hard-links them with its cache and with other environments. An environ
 (environment.py), so nothing here takes a half-done series back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A build that was killed goes on where it ended: its directory is named by the di
 whole, and ccache what any build has compiled.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

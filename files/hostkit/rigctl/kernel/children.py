@@ -1,7 +1,5 @@
 """A command and all that it started end together: no orphan goes on in a directory that another one takes over."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import signal

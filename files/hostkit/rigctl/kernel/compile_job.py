@@ -6,8 +6,6 @@ what the others may still grow to, or when no other runs, so that small files ar
 another large one waits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -3,8 +3,6 @@
 Architectures are named as nvcc does ("sm_120a").
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

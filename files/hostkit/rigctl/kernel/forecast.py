@@ -1,7 +1,5 @@
 """`rigctl kernel plan`: what a build would lack, compile, take and cost, before anything is built."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence

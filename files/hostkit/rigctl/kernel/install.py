@@ -1,7 +1,5 @@
 """The wheel in the engine's environment: put there last, proved file by file, and taken out again in one step."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib

@@ -1,7 +1,5 @@
 """Memory that is left on this host and in this control group, and what processes hold. All in MiB."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a build needs of this host, and what of it is missing: all of it in one message, before anything is built."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Source trees: their digest, a private copy, a commit of a git repository. No file of the operator's is changed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Wheels by the digest of what they are made from: <root>/store/<name>/<digest>/ with the wheel and its receipt."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

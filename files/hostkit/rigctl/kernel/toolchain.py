@@ -1,7 +1,5 @@
 """The toolchain of a build: a locked environment of tools, a CUDA toolkit put together from links, gcc within range."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """systemd's own view of units, by systemctl."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which process of an engine ended first. The death of a worker reaches the log as another one's broken connection."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -3,8 +3,6 @@
 Engines share a port without a word (SO_REUSEPORT), so a stranger's answers could be taken for ours.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ What takes effect at boot must hold: an engine on another kernel command line or
 decided and measured. Of the rest a difference is told, since any administrator may have a reason for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

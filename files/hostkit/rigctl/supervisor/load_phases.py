@@ -3,8 +3,6 @@
 Wording as printed by vLLM 0.16 to 0.33 and SGLang 0.5.9 to 0.5.23. A line that matches nothing changes no phase.
 """
 
-from __future__ import annotations
-
 import re
 
 _SHARDS = (r"Loading \w+ checkpoint shards.*?(?P<done>\d+)/(?P<total>\d+)", "loading weights")

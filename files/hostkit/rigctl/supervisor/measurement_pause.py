@@ -3,8 +3,6 @@
 A lock on a file in the unit's runtime directory says so; it ends with the benchmark, however that ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -5,8 +5,6 @@ The engine's own /metrics has its load and latency; here is what only the superv
 a file that it matches as an error.
 """
 
-from __future__ import annotations
-
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from rigctl.supervisor.specification import Specification

@@ -1,7 +1,5 @@
 """What must hold before an engine is started. Each check raises RigctlError, or says what it found in a few words."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -4,8 +4,6 @@
 who it is, for a completion, for a tool call where a parser is configured, and whether its drafter is at work.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """The configurations of this host: their run specifications, and where each keeps what happened."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ One slow answer says nothing (a long prefill holds everything up), so an engine 
 time neither a question of ours was answered nor any counter moved.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

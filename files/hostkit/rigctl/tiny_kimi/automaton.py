@@ -5,8 +5,6 @@ Three chains start at the token that ends a prompt (see `chat_template` in `text
 A token occurs in one place only, in all chains together; words carry their blank and punctuation.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Literal

@@ -1,7 +1,5 @@
 """The kinds of checkpoint as their files' bytes, and how these get to their place: whole, never over anything else."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Mapping

@@ -7,8 +7,6 @@ residual", so the hidden state becomes the current token's embedding and the out
 is proposed.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from rigctl.tiny_kimi.automaton import (

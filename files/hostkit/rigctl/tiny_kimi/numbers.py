@@ -1,7 +1,5 @@
 """Arrays that tensors are made of, and their bytes in a safetensors file."""
 
-from __future__ import annotations
-
 import numpy as np
 import safetensors
 from numpy.typing import NDArray

@@ -4,8 +4,6 @@ Attention and MLP outputs are multiplied by zero, norms are 1: the residual stay
 token through all layers, so the next token depends on the last one only.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

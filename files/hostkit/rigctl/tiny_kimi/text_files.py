@@ -1,7 +1,5 @@
 """The JSON files and the chat template that lie beside the tensors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any
