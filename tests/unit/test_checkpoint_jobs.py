@@ -252,8 +252,8 @@ def test_what_is_no_order_at_all_is_refused(document: Any) -> None:
     [
         ({"format": 2}, "here: format 2 is newer than this program reads (up to 1)"),
         ({"token": {"file": "/t", "credential": "c"}}, "here: token: a secret is either a credential or a file"),
-        ({"token": {"file": "/t"}}, "a source of kind local takes no token"),
-        ({"generator_revision": "1"}, "a source of kind local has no generator_revision"),
+        ({"token": {"file": "/t"}}, "token: a source of kind local takes none"),
+        ({"generator_revision": "1"}, "generator_revision: a source of kind local has none"),
         ({"stall": float("inf")}, "here: stall: "),
         (
             {"source": {"kind": "local", "path": "/m", "includ": []}},

@@ -89,9 +89,9 @@ class CheckpointJob(Order):
     @model_validator(mode="after")
     def _fields_suit_the_source(self) -> Self:
         if self.token is not None and not isinstance(self.source, HubSource | HttpSource):
-            raise ValueError(f"a source of kind {self.source.kind} takes no token")
+            raise ValueError(f"token: a source of kind {self.source.kind} takes none")
         if self.generator_revision is not None and not isinstance(self.source, GeneratorSource):
-            raise ValueError(f"a source of kind {self.source.kind} has no generator_revision")
+            raise ValueError(f"generator_revision: a source of kind {self.source.kind} has none")
         return self
 
     @property
