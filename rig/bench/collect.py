@@ -81,7 +81,7 @@ def _by_flags(configuration: Configuration) -> ledger.Drafter | None:
 
 
 def trained_for(drafter: Checkpoint) -> list[str]:
-    """The models a drafter was trained for. A repository that names Kimi-K2 without .5 is told by its name."""
+    """The models a drafter was trained for. A repository that names Kimi-K2 without .5 is known by its name."""
     source = drafter.source
     if source.kind == "hub" and re.search(r"Kimi-K2(?![.]?5)", source.repository, re.IGNORECASE):
         return ["kimi-k2"]

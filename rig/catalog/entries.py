@@ -337,7 +337,7 @@ class Finding:
 
 
 def _told(findings: Iterable[Finding]) -> str:
-    """One line a mistake: what an overlay's pattern or an extended entry brings into many entries is told once."""
+    """One line a mistake: what an overlay's pattern or an extended entry brings into many entries is reported once."""
     entries: dict[tuple[object, ...], list[Finding]] = {}
     for one in findings:
         entries.setdefault((one.place, one.section, one.path[1:], one.message), []).append(one)

@@ -327,7 +327,7 @@ def deploy_command(arguments: argparse.Namespace) -> int:
 
 
 def print_notices(plan: Plan) -> None:
-    """What changes nothing, and is told at the end of a run."""
+    """What changes nothing, and is reported at the end of a run."""
     for host, notices in plan.notices.items():
         for text in notices:
             print(f"{host}: note: {text}")

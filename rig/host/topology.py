@@ -1,7 +1,7 @@
 """Topology policy: a host's facts in, its settings out, each with reason, evidence and confidence. Pure.
 
 The rules are in rig/host/rules.py. They are asked in stages: what the host gets, whether its cards reach each other
-then, and what NCCL and the engines are told. The first is about the host, the others about one configuration's cards.
+then, and the settings of NCCL and the engines. The first is about the host, the others about one configuration's cards.
 """
 
 import re

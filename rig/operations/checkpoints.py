@@ -98,7 +98,7 @@ def drafters_fit(order: DrafterPairs) -> Commands:
         ids = f"; layer ids {json.dumps(verdict.get('keys'))} are written beside it" if one["overlay"] else ""
         note(f"{one['name']}: {one['error'] or verdict['verdict'] + ids}")
     if not found:
-        note("drafters are judged once they are there")
+        note("drafters are validated once they are there")
     yield script(f"{judge.replace(' pairs ', ' pairs --write ', 1)} >/dev/null")
 
 

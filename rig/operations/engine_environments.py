@@ -95,7 +95,7 @@ def accepted(env: Environment, argvs: Sequence[Sequence[str]], variables: Mappin
 
     Asked once for an environment, its command lines and variables; a refusal fails the deploy with the engine's words
     before a unit is written. variables: engine variable -> configurations that set it; one that no file of the engine
-    mentions is told at every deploy.
+    mentions is reported at every deploy.
     """
     digest = canonical_digest([env.path, env.release.features, argvs, sorted(variables)])[:16]
     proof = f"{layout.PROOFS}/{env.name}-{digest}"

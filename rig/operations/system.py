@@ -109,7 +109,7 @@ def retired_units(keep: Sequence[str]) -> Commands:
 
 @operation()
 def running_current(digests: Mapping[str, Collection[str]], restart: str) -> Commands:
-    """A running service runs what is on disk, or is told to be stale.
+    """A running service runs what is on disk, or is reported as stale.
 
     digests: configuration -> every digest of its run specification. The running service wrote those it was started
     with to /run/kimi-rig/<configuration>/started.json, so a restart that an earlier deploy owed is never lost, whatever

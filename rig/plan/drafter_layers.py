@@ -1,6 +1,6 @@
 """The drafters of a host's configurations: what they were trained on, and which layers their engine will feed them.
 
-Pure: from the catalogues. What the files themselves say is judged on the host (`rigctl checkpoints pairs`).
+Pure: from the catalogues. What the files themselves say is validated on the host (`rigctl checkpoints pairs`).
 """
 
 from collections.abc import Iterator

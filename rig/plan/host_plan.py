@@ -213,7 +213,7 @@ def plan_from_facts(data: Mapping[str, Any], facts: HostFacts) -> HostPlan:
         raise CatalogError(f"host data {error}") from None
     except HostFileError as error:
         raise CatalogError(f"host data host_overrides: {error}") from None
-    # What engines are told depends on the configuration.
+    # The settings of engines depend on the configuration.
     plan = host_plan(data, facts.distribution, replace(decision.host, engine_flags={}, memory_fraction={}))
     plan = replace(plan, facts=facts, decision=decision, settings=decision.host)
     serving = {

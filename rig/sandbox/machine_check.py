@@ -25,7 +25,7 @@ def memory_bytes(meminfo: str) -> int:
 
 @dataclass(frozen=True)
 class Computer:
-    """What is judged. memory, disk: bytes; disk is what is free where boxes lie."""
+    """What is checked. memory, disk: bytes; disk is what is free where boxes lie."""
 
     system: str
     machine: str

@@ -102,7 +102,7 @@ def judge(pair: DrafterPair, *, write: bool) -> dict[str, Any]:
     """One pair before its unit is written, as JSON: name, verdict, error (null: a unit may use it), and overlay (null:
     it needs none; "absent", "current", "written").
 
-    write: make or renew the overlay; else a missing one is judged by what it will hold.
+    write: make or renew the overlay; else a missing one is validated by what it will hold.
     """
     source, place = Path(pair.checkpoint_path), Path(pair.drafter_path)
     found: dict[str, Any] = {"name": pair.name, "overlay": None, "error": None, "verdict": None}

@@ -79,7 +79,7 @@ class Engine:
 
 
 def default_ids(layers: int) -> list[int]:
-    """Input ids both engines capture when they are told none."""
+    """Input ids both engines capture when none are given."""
     return [2, layers // 2, layers - 3]
 
 

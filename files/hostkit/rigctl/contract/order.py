@@ -54,7 +54,7 @@ SHAPES = {
     r"^files/locks/[\w.-]+(\{python\})?[\w.-]*\.txt$": "a file files/locks/NAME.txt; {python} stands for 311 or 312",
     r"^files/patches(/\w[\w.-]*)+$": "a directory below files/patches",
 }
-"""What a reader is told instead of a pattern."""
+"""Words for people in place of a pattern."""
 
 
 class ContractError(RigctlError):

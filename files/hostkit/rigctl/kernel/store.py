@@ -77,7 +77,7 @@ def fetch(job: KernelJob, digest: str) -> Stored | None:
 
 
 def publish(job: KernelJob, stored: Stored) -> None:
-    """Let other hosts have it: the wheel first, the receipt, by which it counts, last. Failing is told, no more."""
+    """Let other hosts have it: the wheel first, the receipt, by which it counts, last. A failure is only reported."""
     if job.kernel_store is None:
         return
     target = f"{job.kernel_store}/{job.package}/{stored.receipt['digest']}/"

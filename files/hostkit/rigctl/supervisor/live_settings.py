@@ -1,7 +1,7 @@
 """Pre-check of a serving unit: the host runs on the settings that its deploy decided. Reads /proc and /sys only.
 
 What takes effect at boot must hold: an engine on another kernel command line or other driver options is not what was
-decided and measured. Of the rest a difference is told, since any administrator may have a reason for it.
+decided and measured. Of the rest a difference is only reported, since any administrator may have a reason for it.
 """
 
 from collections.abc import Callable, Iterator
