@@ -20,7 +20,7 @@ from rig.artifacts.units import unit_files
 from rig.catalog.entries import SECTIONS, catalogues_of, check_all, inventory_directory, load_catalog, overlays
 from rig.catalog.yaml_source import CatalogError
 from rig.cli.arguments import Options, parse
-from rig.cli.converge import RunFailed, ended, inventory_hosts
+from rig.cli.converge import CONVERGED, FAILED, RunFailed, ended, inventory_hosts
 from rig.cli.tour import recorded_plan
 
 ENTRIES = "entries"
@@ -91,7 +91,7 @@ def differences(before: Side, after: Side) -> Iterator[str]:
     """What differs, for people: equal changes of several names are one paragraph."""
     said: set[tuple[str, tuple[str, ...]]] = set()
     for title in dict.fromkeys([*before.parts, *after.parts]):
-        if title in before.wrong or title in after.wrong:
+        if title.removesuffix(", findings") in before.wrong.keys() | after.wrong.keys():
             continue
         old, new = before.parts.get(title), after.parts.get(title)
         if old is None and title.startswith(ENTRIES):  # a new overlay changes the entries as they are without it
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(said) or f"nothing differs from {arguments.ref}")
         if any(line.startswith("host ") for line in said):
             print("a unit becomes stale by its [Service] lines: `After`, `Conflicts` and descriptions restart nothing")
-        return 0
+        return FAILED if after.wrong else CONVERGED
 
     return ended(work)
 

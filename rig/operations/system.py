@@ -116,8 +116,9 @@ def running_current(digests: Mapping[str, Collection[str]], restart: str) -> Com
     failed since. restart "never" leaves a stale service running (`rigctl status` and verification show it); "now"
     restarts it without waiting for the load; "when-idle" leaves a unit behind that does so once no request runs.
     """
+    one_line = '$(tr "\\n" " " < $f)'
     started = host.get_fact(
-        Lines, script=f'for f in {layout.RUNTIME}/*/started.json; do d=${{f%/*}}; echo "${{d##*/}} $(cat $f)"; done'
+        Lines, script=f'for f in {layout.RUNTIME}/*/started.json; do d=${{f%/*}}; echo "${{d##*/}} {one_line}"; done'
     )
     running = dict(line.split(" ", 1) for line in started if " " in line)
     outdated = {name for name, text in running.items() if not any(one in text for one in digests.get(name, [""]))}

@@ -394,7 +394,7 @@ def _environment_digest(lock: str, python: str, patches: str | None) -> str:
 
 def _inputs(lock: str, patches: str | None) -> Iterator[Path]:
     if not (ROOT / lock).is_file():
-        raise CatalogError(f"{lock} does not exist; `make lock` writes it")
+        raise CatalogError(f"{lock} does not exist; `make release-add` writes it with recipe and record")
     yield ROOT / lock
     if patches is not None:
         series = sorted((ROOT / patches).glob("*.patch"))

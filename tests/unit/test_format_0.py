@@ -27,6 +27,7 @@ from rigctl.contract.order import ContractError, Document
 from rigctl.contract.run_specification import RunSpecification
 from rigctl.services import status
 from rigctl.supervisor.specification import Specification, named
+from rigctl.whole_files import write_json
 from tests.unit.test_operations import apply
 from tests.unit.test_run_specification import changed, parts
 
@@ -135,7 +136,7 @@ class Running:
         """A unit that is started with a specification of whichever version."""
         order = RunSpecification.parse_text(text, "x")
         facts = {"digest": order.digest, "same_as": order.same_as, "accepted_at": 1}
-        self.started.write_text(json.dumps(facts))
+        write_json(self.started, facts, durable=False)  # as the supervisor writes it
         self.deployed(text)
 
     def deployed(self, text: str) -> None:
@@ -178,7 +179,7 @@ def test_a_rollback_to_its_state_finds_its_files(running: Running, same_plans: d
 def test_a_deploy_restarts_what_is_stale_alone(
     running: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, digest: str, restarts: bool
 ) -> None:
-    running.started.write_text(json.dumps({"digest": digest}))
+    write_json(running.started, {"digest": digest, "same_as": []}, durable=False)
     log = tmp_path / "called"
     for program, words in (("systemctl", f'echo "$@" >> {log}'), ("rigctl", "echo '[]'")):
         (tmp_path / program).write_text(f"#!/bin/sh\n{words}\n")

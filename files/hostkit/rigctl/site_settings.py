@@ -59,6 +59,14 @@ def environment(tool: str, before: Mapping[str, str], files: tuple[str, ...] = (
     return {**found, **({"PIP_CONFIG_FILE": os.devnull} if tool == "pip" else {"UV_NO_CONFIG": "1"})}, ignored
 
 
+def announced(tool: str) -> dict[str, str]:
+    """The environment of this process as the tool may see it; what is left out of it is printed."""
+    found, ignored = environment(tool, os.environ)
+    for note in dict.fromkeys(ignored):
+        print(f"note: {note}", flush=True)
+    return found
+
+
 def _settings(tool: str, text: str) -> Iterator[tuple[str, str]]:
     """Settings of one file. Raises ValueError or configparser.Error for a file that cannot be read."""
     if tool == "pip":

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ def write_whole(path: Path, text: str, mode: int = 0o644, *, durable: bool = Tru
 
     Raises OSError that names the file, and for a full disk what is needed.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     size = len(text.encode())
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    temporary = Path(name)
+    temporary = path.with_name("no file yet")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        temporary = Path(name)
         with os.fdopen(descriptor, "w", encoding="utf-8") as handle:
             handle.write(text)
             handle.flush()
@@ -37,11 +39,13 @@ def write_whole(path: Path, text: str, mode: int = 0o644, *, durable: bool = Tru
         temporary.chmod(mode)
         temporary.replace(path)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            why = f"{error.strerror}: {size} bytes are needed; make room and try again"
-            raise OSError(error.errno, why, str(path)) from None
-        raise
+        with suppress(OSError):
+            temporary.unlink()
+        if not isinstance(error, OSError):
+            raise
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        need = f": {size} bytes are needed; make room and try again" if full else ""
+        raise OSError(error.errno, f"{error.strerror}{need}", str(path)) from None
     if durable:
         sync_directory(path.parent)
 

@@ -94,11 +94,8 @@ def _prove(order: EnvironmentBuild) -> None:
 
 
 def _run(command: list[str], order: EnvironmentBuild, failed: str) -> None:
-    site, ignored = site_settings.environment("uv", os.environ)
-    for note in dict.fromkeys(ignored):
-        print(f"note: {note}", flush=True)
     environment = {
-        **site,
+        **site_settings.announced("uv"),
         "UV_CACHE_DIR": str(order.cache),
         "UV_NO_PROGRESS": "1",
         "UV_PYTHON_DOWNLOADS": "never",

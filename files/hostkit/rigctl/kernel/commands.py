@@ -251,7 +251,7 @@ def _ensure_stock(job: KernelJob) -> int:
 def stock(arguments: argparse.Namespace) -> int:
     """Back to the lock's wheel, in one step. The next deploy does what the release's data says."""
     job = read_job(arguments.release)
-    with _alone(job):
+    with end_with_us(), _alone(job):
         install.restore(job)
     print("to keep it, set the kernel's mode to wheel: the next deploy does what the data says")
     return 0

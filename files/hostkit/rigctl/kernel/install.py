@@ -248,7 +248,7 @@ def _uv(job: KernelJob, action: str, *arguments: str) -> None:
     cache = {"UV_CACHE_DIR": str(job.root.parent / ".cache"), "UV_NO_PROGRESS": "1", "UV_PYTHON_DOWNLOADS": "never"}
     done = subprocess.run(
         [*command, *arguments],
-        env={**site_settings.environment("uv", os.environ)[0], **cache},
+        env={**site_settings.announced("uv"), **cache},
         capture_output=True,
         errors="replace",
         check=False,

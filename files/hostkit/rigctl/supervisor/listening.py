@@ -29,6 +29,7 @@ def strangers(host: str, port: int, members: Callable[[], Iterable[int]]) -> lis
 def _meet(ours: str, theirs: str) -> bool:
     """Whether a connection to one address may reach a socket that listens at the other: of two, the closer wins."""
     one, other = (ipaddress.ip_address("127.0.0.1" if name == "localhost" else name) for name in (ours, theirs))
+    other = getattr(other, "ipv4_mapped", None) or other
     if one.version != other.version:  # only a socket at every address takes the other kind too
         return (one if one.version == 6 else other).is_unspecified
     return one == other or one.is_unspecified or other.is_unspecified

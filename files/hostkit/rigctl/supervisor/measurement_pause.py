@@ -32,7 +32,9 @@ def undisturbed(specification: Specification) -> Iterator[None]:
     """Hold the lock while the block runs; where it cannot be held, the report says that tokens do not add up."""
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):  # without an engine there is no directory
-            file = held.enter_context(mark(specification).open("w"))
-            os.fchmod(file.fileno(), 0o644)  # the engine's user reads it
+            # The directory is the engine's: a link of its making is not followed, and nothing is emptied.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            file = held.enter_context(os.fdopen(os.open(mark(specification), flags, 0o644), "rb", buffering=0))
+            os.fchmod(file.fileno(), 0o644)  # whatever the umask: the engine's user reads it
             fcntl.flock(file, fcntl.LOCK_SH)
         yield

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -119,6 +120,9 @@ class Supervisor:
             return self._failed(str(error), earlier, again=isinstance(error, Failure) and error.again)
         except OSError as error:  # such as a full disk
             return self._failed(f"{error.filename or 'this host'}: {error.strerror or error}", earlier)
+        except Exception as error:  # a fault of ours: the engine is still ended in order, and the cause written down
+            traceback.print_exc()
+            return self._failed(f"the supervisor failed: {error!r}; `rigctl doctor` packs a report", earlier)
 
     def _failed(self, cause: str, earlier: list[str], *, again: bool = False) -> int:
         limits = self._specification.limits
