@@ -236,7 +236,7 @@ def listens(port: int) -> str:
 
 ENGINE = rf"{HOME}/env/bin/python {HOME}/standin.py"
 WORKER = ".*VLLM::Worker"
-SUPERVISOR = r".* -I -c import sys.* serve "
+SUPERVISOR = r".* -I -X utf8 -c import sys.* serve "
 
 
 @pytest.fixture(scope="session")
