@@ -472,7 +472,9 @@ class _Reader:
         answer = (self.output("virtualisation") or "").strip()
         if answer and answer != self._container():
             return answer
-        return "vm" if self.raw["cpu"].get("hypervisor") else answer or None
+        if self.raw["cpu"].get("hypervisor"):
+            return "vm"
+        return "none" if answer else None  # in a container systemd-detect-virt names the container, not the machine
 
     def _container(self) -> str | None:
         answer = (self.output("container") or "").strip()

@@ -496,9 +496,9 @@ def _attention(name: str, configuration: Configuration, decision: Decision, need
     for flag in ("attention-backend", "decode-attention-backend", "prefill-attention-backend"):
         backend = str(configuration.flags.get(flag, ""))
         if why := REFUSED_ATTENTION[release.engine].get(backend):
-            yield _error(
-                "attention", f"{name}: --{flag} {backend} {why}", f"take {decision.host.attention[release.engine]}"
-            )
+            known = decision.find(f"attention.{release.engine}")
+            instead = known.value if known is not None else "another one"
+            yield _error("attention", f"{name}: --{flag} {backend} {why}", f"take {instead}")
 
 
 def _card(gpu: Gpu) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from rig.host.settings import ACS_UNIT, ENGINES, PERSISTENCE_UNIT, TIME_UNIT, Kind
 from rig.host.situation import P2P, Iommu, Links, Machine, Other, Situation, Versions
+from rigctl.contract.comparison import key_values
 
 FORCE_P2P = "ForceP2P=0x11;GrdmaPciTopoCheckOverride=1;EnableResizableBar=1"
 METAL: Container[Machine] = (Machine.METAL,)
@@ -116,8 +117,11 @@ IOMMU = (
 
 def _force_value(s: Situation) -> str:
     """What is live stays: the keys of others beside ours, ForceP2P with whatever keys it has."""
-    missing = [] if s.forced else [one for one in FORCE_P2P.split(";") if one.partition("=")[0] not in s.dwords]
-    return ";".join([*([s.dwords_text] if s.dwords_text else []), *missing])
+    keys = dict(s.dwords)
+    if s.dwords_staged and not s.dwords_ours:
+        keys |= key_values(s.dwords_staged)
+    missing = [] if s.forced else [one for one in FORCE_P2P.split(";") if one.partition("=")[0] not in keys]
+    return ";".join([*(f"{name}={value}" for name, value in keys.items() if name), *missing])
 
 
 def _force_kept(s: Situation) -> str | None:

@@ -301,19 +301,26 @@ class Situation:
     def dwords_text(self) -> str:
         files = self.options("nvidia", "NVreg_RegistryDwords")
         staged = files[-1][1] if files and self.facts.driver.version is None else ""
-        return self.facts.driver.parameters.get("RegistryDwords", staged).strip(";")
+        text = self.facts.driver.parameters.get("RegistryDwords", staged)
+        return ";".join(part.strip() for part in text.split(";") if part.strip())
 
     @property
     def forced(self) -> bool:
         """ForceP2P is live."""
         value = self.dwords.get("ForceP2P", "")
-        return bool(re.fullmatch(r"0x[0-9a-fA-F]+|\d+", value)) and int(value, 0) != 0
+        return bool(re.fullmatch(r"0[xX][0-9a-fA-F]+|[0-9]+", value)) and bool(re.sub("^0[xX]", "", value).strip("0"))
 
     @property
     def dwords_by(self) -> str | None:
         """The file whose RegistryDwords win."""
         files = self.options("nvidia", "NVreg_RegistryDwords")
         return files[-1][0] if files else None
+
+    @property
+    def dwords_staged(self) -> str:
+        """What that file has them be from the next load on."""
+        files = self.options("nvidia", "NVreg_RegistryDwords")
+        return files[-1][1] if files else ""
 
     @property
     def dwords_ours(self) -> bool:

@@ -145,8 +145,6 @@ def _overridden(setting: Setting, overrides: Mapping[str, str | None]) -> Settin
         return setting
     value = overrides[setting.key]
     policy = (setting.value or "unset") if setting.applied else "left alone"
-    if setting.kind is Kind.POWER_LIMIT and value is not None and not value.isdigit():
-        raise TopologyError(f"host_overrides: {setting.key} is {value!r}; whole watts are needed")
     return replace(
         setting,
         value=setting.value if value is None else value,
@@ -193,6 +191,8 @@ def _check_override(key: str, value: str | None) -> None:
         )
     if value is None:
         return
+    if kind == Kind.POWER_LIMIT and not re.fullmatch(r"[0-9]{1,5}", value):
+        raise TopologyError(f"host_overrides: {key} is {value!r}; whole watts are needed")
     if kind == Kind.MEMORY_FRACTION and not re.fullmatch(r"0?\.\d*[1-9]\d*", value):
         raise TopologyError(f"host_overrides: {key} is {value!r}; a share between 0 and 1 is needed")
     if kind in (Kind.LIMIT, Kind.BOOT_UNIT) and not re.fullmatch(r"[\w.:@-]+", f"{key}{value}", re.ASCII):

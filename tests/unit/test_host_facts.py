@@ -312,3 +312,14 @@ def test_health_is_asked_apart_and_joins_its_card() -> None:
     again = parse_host(json.dumps(document))
     assert again.driver.smi_error is None
     assert [card.answers for card in again.gpus] == [True] * 8
+
+
+@pytest.mark.parametrize(("hypervisor", "machine"), [(False, "none"), (True, "vm")])
+def test_a_container_is_not_taken_for_the_machine_below_it(hypervisor: bool, machine: str) -> None:
+    """In a container systemd-detect-virt names the container; whether a hypervisor is below it the processor says."""
+    document = json.loads((ROOT / "rig/facts/turin-direct.json").read_text())
+    for command in ("virtualisation", "container"):
+        document["commands"][command] = {"rc": 0, "out": "docker\n", "err": "", "seconds": 0.1}
+    document["cpu"]["hypervisor"] = hypervisor
+    facts = parse_host(json.dumps(document))
+    assert (facts.virtualisation, facts.container) == (machine, "docker")

@@ -169,7 +169,7 @@ def test_a_directory_that_is_named_by_a_date_is_no_environment(host: Host) -> No
 
 def test_one_that_a_process_or_a_unit_uses_never_goes(host: Host) -> None:
     paths = [host.environment(digit) for digit in "abcde"]
-    command = [paths[0] / "bin/python", "-c", "print(flush=True); input()"]
+    command = [str(paths[0] / "bin/python"), "-c", "print(flush=True); input()"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout and process.stdout.readline()  # it runs, and is seen
     (host.units / "kimi-x.service").write_text(f"ExecStart=rigctl serve -- {paths[1]}/bin/python")

@@ -505,3 +505,19 @@ def test_a_ring_where_writes_of_one_switch_would_collapse() -> None:
     single = decide(replace(four, bridges={a: replace(b, pci_id="1f18:0101") for a, b in four.bridges.items()}))
     assert not applied(single, "environment.NCCL_ALGO")
     assert "4 cards a switch" in reason(single, "environment.NCCL_ALGO")
+
+
+@pytest.mark.parametrize(
+    "live", ["ForceP2P=011", "ForceP2P=09", "ForceP2P=0x", "PerfLevelSrc=0x2222; PowerMizerEnable=0x1"]
+)
+def test_registry_keys_in_any_notation_are_read(live: str) -> None:
+    decision = decide(with_dwords(hosts.TURIN_DIRECT, live))
+    text = decision.host.module_options["nvidia"].get("NVreg_RegistryDwords", "")
+    assert " " not in text
+
+
+@pytest.mark.parametrize("override", [{"power_limit.foo": "abc"}, {"power_limit.watts": "\u00b2"}])
+def test_a_power_limit_is_whole_watts_on_any_host(override: dict[str, str | None]) -> None:
+    for facts in (hosts.TURIN_DIRECT, HostFacts()):
+        with pytest.raises(TopologyError):
+            decide(facts, override)
