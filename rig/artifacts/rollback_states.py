@@ -21,8 +21,6 @@ from rigctl.contract import layout
 from rigctl.contract.run_specification import RunSpecification
 
 FORMAT = 1
-KEPT = 8
-"""As many states as a host keeps (rigctl prune)."""
 
 
 def state_of(plan: HostPlan) -> dict[str, Any]:
@@ -98,7 +96,7 @@ def way_to(present: Any, identities: Sequence[str], identity: str, left: Sequenc
         earlier = earlier[earlier.index(identity) + 1 :] if identity in earlier else earlier
     elif isinstance(present, Mapping) and present.get("id"):
         earlier = [present["id"], *earlier]
-    return [one for one in dict.fromkeys(earlier) if one != identity and one not in left][:KEPT]
+    return [one for one in dict.fromkeys(earlier) if one != identity and one not in left][: layout.STATES_KEPT]
 
 
 def rolled_back(present: Any) -> bool:

@@ -53,7 +53,7 @@ def test_flags_units_and_findings(inventory: Path, capsys: pytest.CaptureFixture
         "  kimi-vllm-base.service, kimi-vllm-base-current.service",
         "    - --max-model-len 32768",
         "    + --max-model-len 262144",
-    ], "one change of two units is told once"
+    ], "one change of two units is shown once"
     at = lines.index("host one, findings:")
     assert lines[at + 1].startswith("    + error: vllm-base does not fit: ")
     git(inventory, "commit", "-qam", "after")

@@ -89,7 +89,7 @@ def test_a_start_that_is_not_accepted_goes_back_to_what_it_displaced(host: Host)
     assert host.started == [("start", "--no-block", "kimi-old.service")]
     shown = json.loads(switching.FALLBACK.read_text())
     assert (shown["failed"], shown["to"], shown["cause"]) == ("new", ["old"], "not accepted: x")
-    # Once: when that one is not accepted either, nothing is started any more, and it is told.
+    # Once: when that one is not accepted either, nothing is started any more, and that is reported.
     host.starts("old")
     host.ended("old", cause="not accepted: y", accepted=False)
     host.write("new", "accepted.json", at=50)

@@ -57,7 +57,7 @@ def test_policy_alone_never_stops_what_was_accepted_on_this_boot() -> None:
     settings = run_specification(plan, "vllm-base").host_settings
     assert settings.kernel_arguments == ["iommu=off", "amd_iommu=off"]
     assert settings.module_options == {}
-    # The files of the next boot are written all the same, and the operator is told.
+    # The files of the next boot are written all the same, and the operator gets a note.
     assert "pcie_aspm=off" in plan.settings.kernel_arguments
     later = {one.code: one.message for one in findings(plan)}["reboot-later"]
     assert ASPM in later and "waited for by nothing" in later

@@ -19,7 +19,7 @@ SIZE = 3 * BLOCK + 100
 
 
 class Host:
-    """Two checkpoints of some blocks each on a real disk, and a memory whose size is told."""
+    """Two checkpoints of some blocks each on a real disk, and a memory of a given size."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.next, self.serving = (self._made(root / name) for name in ("next", "serving"))

@@ -112,7 +112,8 @@ class Origin:
 
     def pause(self, what: str, failures: int, reason: object, wait: float | None = None) -> None:
         """Wait before the next attempt, at least `wait` seconds if the server asked for that. Raises Cancelled."""
-        delay = min(self.order.backoff * 2 ** (failures - 1), 60.0) * random.uniform(0.8, 1.2)  # noqa: S311
+        jitter = random.uniform(0.8, 1.2)  # noqa: S311  # spreads the workers, no secret
+        delay = min(self.order.backoff * 2 ** (failures - 1), 60.0) * jitter
         if wait is not None:
             delay = min(max(delay, wait), LONGEST_WAIT)
         self.progress.event(f"{what}: {reason}; again in {delay:.1f} s", retry=True)

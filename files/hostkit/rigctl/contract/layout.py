@@ -28,6 +28,8 @@ PROOFS = f"{STATE}/proofs"
 STATES = f"{STATE}/states"
 """States that a rollback can return to, one file each by id; the file's time is when it was put in place."""
 PRESENT_STATE = f"{STATES}/present.json"
+STATES_KEPT = 8
+"""As many states as a host keeps, the newest ones (rigctl prune)."""
 CREATED = f"{STATE}/created"
 """Append-only list of what we brought to the host; uninstall removes these and nothing else."""
 

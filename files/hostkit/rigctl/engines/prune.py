@@ -23,8 +23,6 @@ from rigctl.whole_files import read_object, write_whole
 PREVIOUS = 2
 """Environments of a release that stay beside the current one."""
 STATES_THAT_HOLD = 3
-STATES_KEPT = 8
-PRESENT = "present.json"
 CACHE = ".cache"
 UNITS = Path(layout.UNITS)
 
@@ -47,7 +45,7 @@ def look(base: Path, states: Path, current: Iterable[Path]) -> Found:
         key=lambda path: (path / STAMP).stat().st_mtime_ns,
         reverse=True,
     )
-    present = read_object(states / PRESENT) or {}
+    present = read_object(states / Path(layout.PRESENT_STATE).name) or {}
     way = [present.get("id"), *present.get("before", ())]  # what the next rollbacks return to comes first
     records = sorted((path for path in states.glob("*.json") if _digest(path.stem)), key=os.path.getmtime, reverse=True)
     records.sort(key=lambda path: way.index(path.stem) if path.stem in way else len(way))
@@ -61,7 +59,9 @@ def look(base: Path, states: Path, current: Iterable[Path]) -> Found:
     unneeded = [path for path in candidates if path not in used]
     stay = set(everything) - set(unneeded)
     whole = [path for path in records if path.stem == present.get("id") or named[path] <= stay]
-    return Found(tuple(sorted(unneeded)), tuple(sorted(used)), tuple(sorted(set(records) - set(whole[:STATES_KEPT]))))
+    return Found(
+        tuple(sorted(unneeded)), tuple(sorted(used)), tuple(sorted(set(records) - set(whole[: layout.STATES_KEPT])))
+    )
 
 
 def in_use(candidates: Sequence[Path]) -> set[Path]:
