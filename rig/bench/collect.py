@@ -8,6 +8,7 @@ from rig.bench import ledger
 from rig.bench.sweeps import HostSweep, prompts_digest
 from rig.bench.variants import Derived
 from rig.catalog.entries import Checkpoint, Configuration
+from rigctl.contract.order import faults
 from rigctl.contract.sweep import CellResult, HostFacts, ModelFacts
 
 
@@ -35,7 +36,8 @@ def to_result(cell: CellResult, sweep: HostSweep, derived: Derived, host: str, f
             **{key: getattr(cell, key) for key in same},
         )
     except ValidationError as error:
-        raise ledger.LedgerError(f"{cell.configuration}, {cell.workload}: not a result: {error}") from None
+        found = "; ".join(faults(error, ledger.Result, cell.model_dump()))
+        raise ledger.LedgerError(f"{cell.configuration}, {cell.workload}: not a result: {found}") from None
 
 
 def served_as(derived: Derived, name: str, digest: str, facts: HostFacts) -> ledger.ServedAs:

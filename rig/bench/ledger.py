@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from rig.bench.acceptance_units import DEFINITIONS, Drafting
 from rig.catalog.entries import ROOT
-from rigctl.contract.order import Part
+from rigctl.contract.order import Part, faults
 from rigctl.contract.sweep import Load, Round
 from rigctl.whole_files import write_whole
 
@@ -154,9 +154,13 @@ def read(directory: Path = DIRECTORY) -> list[Result | Reference]:
     findings: list[str] = []
     for path in sorted(directory.rglob("*.json")):
         try:
-            entry = _ENTRY.validate_json(path.read_bytes())
+            document = json.loads(path.read_bytes())
+            entry = _ENTRY.validate_python(document)
         except ValidationError as error:
-            findings += [f"{path}: {'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors()]
+            findings += [f"{path}: {fault}" for fault in faults(error, Result, document)]
+            continue
+        except (ValueError, RecursionError) as error:
+            findings.append(f"{path}: not JSON: {error}")
             continue
         except OSError as error:
             raise LedgerError(f"{path} cannot be read: {error.strerror}") from None

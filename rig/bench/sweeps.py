@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from rig.artifacts.units import run_specification
-from rig.catalog.entries import NAME, ROOT, inventory_directory
+from rig.catalog.entries import LONGEST_NAME, NAME, ROOT, inventory_directory
 from rig.catalog.yaml_source import CatalogError, load
 from rig.plan.host_plan import HostPlan, canonical_digest
 from rigctl.contract import layout
@@ -69,9 +69,10 @@ def load_sweeps(inventory: Path | None = None) -> dict[str, SweepEntry]:
     sweeps: dict[str, SweepEntry] = {}
     findings: list[str] = []
     for name, value in document.data.items():
-        if not NAME.fullmatch(name):
+        if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
             findings.append(
-                f"{document.place((name,))}: {name}: a name is lower-case letters, digits, '.', '_' and '-'"
+                f"{document.place((name,))}: {name[:60]}: a name is at most {LONGEST_NAME} lower-case letters, digits, "
+                "'.', '_' and '-'"
             )
             continue
         try:

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from rig.catalog.yaml_source import CatalogError
 from rigctl.contract.fields import Text
-from rigctl.contract.order import Part
+from rigctl.contract.order import Part, faults
 
 FILE = Path(__file__).with_name("evidence.yaml")
 EXPIRES = timedelta(days=365)
@@ -71,12 +71,13 @@ def authors(found: Iterable[Report]) -> int:
 def parse(text: str, name: str = FILE.name) -> Evidence:
     """Raises CatalogError, one line a fault, for what is no such file."""
     try:
-        return Evidence.model_validate(yaml.safe_load(text))
+        document = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise CatalogError(f"{name}: {' '.join(str(error).split())}") from None
+    try:
+        return Evidence.model_validate(document)
     except ValidationError as error:
-        faults = (f"{'.'.join(map(str, one['loc']))}: {one['msg']} (got {one['input']!r})" for one in error.errors())
-        raise CatalogError("\n".join(f"{name}: {fault}" for fault in faults)) from None
+        raise CatalogError("\n".join(f"{name}: {fault}" for fault in faults(error, Evidence, document))) from None
 
 
 @cache

@@ -37,7 +37,7 @@ from rig.plan.command_lines import Locations
 from rigctl.contract import layout
 from rigctl.contract.fields import HostPath, Text
 from rigctl.contract.limits import Limits
-from rigctl.contract.order import nearest
+from rigctl.contract.order import faults, nearest
 from rigctl.contract.sources import HubSource
 
 # The interpreter of each supported distribution (os-release ID-VERSION_ID), known before anything is installed.
@@ -56,7 +56,7 @@ COMMAND_KEYS = {"bench_sweep", "bench_configurations", "rollback_to", "rollback_
 
 def _service_user(name: str) -> str:
     if name == "root" or not re.fullmatch(r"[a-z_][a-z0-9_-]{0,30}", name):
-        raise ValueError("the name of a system user other than root: lower-case letters, digits, '_' and '-'")
+        raise ValueError("the name of a system user, not root: at most 31 lower-case letters, digits, '_' and '-'")
     return name
 
 
@@ -318,11 +318,8 @@ def _host_data(data: Mapping[str, Any]) -> HostData:
     try:
         return HostData.model_validate(known)
     except ValidationError as error:
-        findings = [
-            f"{'.'.join(map(str, p['loc']))}: {p['msg'].removeprefix('Value error, ')} (got {p['input']!r})"
-            for p in error.errors()
-        ]
-        raise CatalogError("host data (inventory/group_data/all.py lists it): " + "; ".join(findings)) from None
+        findings = "; ".join(faults(error, HostData, known))
+        raise CatalogError(f"host data (inventory/group_data/all.py lists it): {findings}") from None
 
 
 def _chosen(host: HostData, catalog: Catalog) -> dict[str, Configuration]:

@@ -28,6 +28,8 @@ QUICK = {"frozen_minutes": 0.3, "watch_seconds": 3, "watch_answer_seconds": 5, "
 def box(session_box: DrillBox, request: pytest.FixtureRequest) -> Iterator[DrillBox]:
     if not request.config.getoption("--real"):
         pytest.skip("--real starts the deployed engine several times")
+    # Of the drill's own models, where no stand-in engine was installed before.
+    session_box.path(HOME).mkdir(exist_ok=True)
     path = session_box.path(f"{CONFIGURATIONS}/{NAME}.json")
     before = path.read_text()
     content = json.loads(before)

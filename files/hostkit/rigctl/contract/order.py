@@ -56,6 +56,13 @@ SHAPES = {
 }
 """Words for people in place of a pattern."""
 
+KINDS = {
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "keys and values are expected"),
+    "union_tag_not_found": "{discriminator} is missing",
+    "union_tag_invalid": "{discriminator} is {tag!r}, not one of {expected_tags}",
+}
+"""Words for people in place of Python's names of types; in braces what pydantic adds."""
+
 
 class ContractError(RigctlError):
     """A document that is no order of this kind, or one of a newer format: says where, which field, and what to do."""
@@ -199,8 +206,11 @@ def words(problem: ErrorDetails, known: Iterable[str]) -> str:
     if problem["type"] == "missing":
         return "is missing"
     message = problem["msg"].removeprefix("Value error, ")
+    context = problem.get("ctx", {})
     if problem["type"] == "string_pattern_mismatch":
-        message = SHAPES.get(problem["ctx"]["pattern"], message)
+        message = SHAPES.get(context["pattern"], message)
+    if problem["type"] in KINDS:
+        message = KINDS[problem["type"]].format(**context)
     # A rule about a whole part says itself what is wrong with it.
     whole = problem["type"] == "value_error" and isinstance(problem["input"], dict)
     return message if whole else f"{message} (got {_SHORT.repr(problem['input'])})"

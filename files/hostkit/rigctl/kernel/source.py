@@ -125,7 +125,7 @@ def checkout(source: GitSource, target: Path) -> None:
     scratch = target.with_name(f".{target.name}.half")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    _git(scratch, "init", "--quiet")
+    _git("made", scratch, "init", "--quiet")
     places = [place for place in (source.mirror, source.url) if place]
     said: list[str] = []
     for place in places:
@@ -139,10 +139,11 @@ def checkout(source: GitSource, target: Path) -> None:
             f"commit {source.commit} could not be fetched ({reasons}): correct the kernel's commit or url, or name a "
             "mirror or a bundle file on the host"
         )
-    _git(scratch, "checkout", "--quiet", "--detach", source.commit)
+    _git("checked out", scratch, "checkout", "--quiet", "--detach", source.commit)
     if source.submodules:
         local = ["-c", "protocol.file.allow=always"] if source.url.startswith("/") else []
-        _git(scratch, *local, "submodule", "--quiet", "update", "--init", "--recursive", "--depth", "1")
+        update = ["submodule", "--quiet", "update", "--init", "--recursive", "--depth", "1"]
+        _git("completed with its submodules", scratch, *local, *update)
     scratch.rename(target)
 
 
@@ -168,10 +169,13 @@ def apply_patches(series: Path, root: Path) -> None:
     done.touch()
 
 
-def _git(repository: Path, *arguments: str) -> None:
+def _git(what: str, repository: Path, *arguments: str) -> None:
     done = _try_git(repository, *arguments)
     if done.returncode != 0:
-        raise RigctlError(f"git {' '.join(arguments)}: {_last(done.stderr)}")
+        raise RigctlError(
+            f"{repository} could not be {what}: {_last(done.stderr) or f'git ended with {done.returncode}'}; mend the "
+            "cause (network, disk, the kernel's url or commit) and deploy again"
+        )
 
 
 def _try_git(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
