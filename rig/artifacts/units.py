@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment as Jinja
 from jinja2 import FileSystemLoader, StrictUndefined
 
-from rig.artifacts import format_0
+from rig.artifacts import previous_digest
 from rig.artifacts.kernel_orders import toolkit
 from rig.catalog.entries import ROOT, Configuration, Source
 from rig.host.live_settings import reboot_recommended
@@ -102,16 +102,17 @@ def run_specification(plan: HostPlan, name: str) -> RunSpecification:
     }
     order = RunSpecification.validated(content, f"serving.{name}")
     sources = [plan.checkpoints[used].source for used in _checkpoints_of(configuration)]
-    digests = {"digest": digest(order, unit, sources), "same_as": [format_0.digest(order, sources)]}
-    return order.model_copy(update=digests)
+    content = started_with(order, unit, sources)
+    now, before = canonical_digest(content), previous_digest.digest(content)
+    return order.model_copy(update={"digest": now, "same_as": [before] if before != now else []})
 
 
-def digest(order: RunSpecification, unit: str, sources: Sequence[Source]) -> str:
-    """Another digest: a restart of the unit would change what runs.
+def started_with(order: RunSpecification, unit: str, sources: Sequence[Source]) -> dict[str, Any]:
+    """What a running engine and its supervisor were started with: where it differs, a restart changes what runs.
 
-    It covers what a running engine and its supervisor were started with. The names are this function's own, so that a
-    format with other keys says the same; what is unset has none, so that a key which a later format adds changes
-    nothing until it is used. What systemd takes over from a unit without a restart is left out.
+    The names are this function's own, so that a format with other keys says the same; what is unset has none, so that a
+    key which a later format adds changes nothing until it is used. What systemd takes over from a unit without a
+    restart is left out. An addition is a name of its own: a longer list would make every unit stale.
     """
     used, drafts, trained = order.checkpoints, order.speculation, order.checkpoints.training
     limits = order.limits.model_dump(exclude={"shared_memory"})  # that is in the unit
@@ -133,10 +134,10 @@ def digest(order: RunSpecification, unit: str, sources: Sequence[Source]) -> str
         and [trained.target, trained.convention, trained.layer_ids, trained.accept_mismatch, trained.notes],
         "log": order.harmless_log,
         "end": [order.drain, order.rate_counts_bonus],
-        "limits": sorted((name, float(value)) for name, value in limits.items()),
+        "limits": [[name, float(value)] for name, value in sorted(limits.items())],
         "sources": [_origin(source) for source in sources],
     }
-    return canonical_digest({name: value for name, value in content.items() if value is not None})
+    return {name: value for name, value in content.items() if value is not None}
 
 
 def _origin(source: Source) -> list[Any]:

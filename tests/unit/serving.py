@@ -17,6 +17,7 @@ from rig.catalog.entries import ROOT
 from rigctl.checkpoints import record
 from rigctl.checkpoints.verify import manifest_of
 from rigctl.contract.limits import Limits
+from rigctl.contract.run_specification import RunSpecification
 from rigctl.contract.served_checkpoints import Training
 from rigctl.supervisor.specification import Specification
 
@@ -33,7 +34,7 @@ def fields(**more: Any) -> dict[str, Any]:
     """The content of a run specification. port: of its one endpoint."""
     endpoint = {"host": "127.0.0.1", "port": more.pop("port", None) or free_port()}
     content: dict[str, Any] = {
-        "format": 1,
+        "format": RunSpecification.FORMAT,
         "name": "drill",
         "description": "",
         "engine": "vllm",

@@ -164,7 +164,7 @@ def test_a_refused_pair_gets_no_overlay_and_the_command_fails(pair: Path, capsys
         ("x", "not JSON"),
         ("1", "a JSON object is expected"),
         ("[]", "a JSON object is expected"),
-        ('{"pairs": []}', "format 0 is no longer readable"),
+        ('{"pairs": []}', "format 0 is of an old version of kimi-rig and no longer read"),
         ('{"format": 1, "pairs": ["x"]}', "pairs.0: "),
         ('{"format": 1, "pairs": [{"nmae": 1}]}', 'pairs.0.nmae: there is no such key, did you mean "name"'),
         ('{"format": 2, "pairs": []}', "format 2 is newer than this program reads"),

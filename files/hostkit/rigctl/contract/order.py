@@ -116,9 +116,11 @@ class Order(Part):
         try:
             for step in range(written, cls.FORMAT):
                 if step not in cls.upgrades:
-                    raise ContractError(f"{where}: format {step} is no longer readable: deploy again")
+                    raise ContractError(
+                        f"{where}: format {step} is of an old version of kimi-rig and no longer read: deploy again"
+                    )
                 current = {**cls.upgrades[step](current), "format": step + 1}
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ContractError(f"{where}: not an order of format {written} ({error!r}): deploy again") from None
         order = cls.validated(current, where)
         if cls.WRITTEN_WHOLE and (missing := [*gaps(current, order.document())]):

@@ -3,7 +3,8 @@
 It lies in /etc/kimi-rig/configurations/<name>.json, one for each serving configuration.
 """
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -62,23 +63,35 @@ class LiveSettings(Part):
     power_limit_w: int | None
 
 
-def _endpoints_and_method(old: Document) -> Document:
-    """Format 1 of a document of format 0, which had one address, one method, and no threshold of the unit alone."""
-    endpoint = {key: old[key] for key in ("host", "port")}
-    new = extended(old, endpoints=[endpoint], family=None, same_as=[])
-    new = {key: value for key, value in new.items() if key not in endpoint}
-    if old["speculation"] is not None:
-        new["speculation"] = extended(old["speculation"], method="eagle3")
-    # Its size is in the unit, which is written with it.
-    new["limits"] = extended(old["limits"], shared_memory=Limits().shared_memory)
-    return new
+NEWER: Mapping[str, Any] = {}
+"""Keys that version 0.2.0 did not write, as "limits.settle_seconds": the value of each that says what 0.2.0 did.
+
+A specification of 0.2.0 is read with these, and while a key has its value here, units that 0.2.0 started are current.
+"""
+
+
+def _with_newer_keys(old: Document) -> Document:
+    """Format 2, of 0.3.0, of a document of format 1, of 0.2.0."""
+    for path, value in NEWER.items():
+        old = _with(old, path, value)
+    return old
+
+
+def _with(part: Any, path: str, value: Any) -> Any:
+    """A copy of a part with one more key at a path: in each part of a list, in none where there is null."""
+    if isinstance(part, list):
+        return [_with(one, path, value) for one in part]
+    key, _, below = path.partition(".")
+    if part is None or not below:
+        return part and extended(part, **{key: value})
+    return {**part, key: _with(part[key], below, value)}
 
 
 class RunSpecification(Order):
     """One configuration as deployed."""
 
-    FORMAT: ClassVar[int] = 1
-    upgrades = {0: _endpoints_and_method}
+    FORMAT: ClassVar[int] = 2
+    upgrades = {1: _with_newer_keys}
     WRITTEN_WHOLE: ClassVar[bool] = True
 
     name: Text
@@ -111,7 +124,7 @@ class RunSpecification(Order):
     digest: Text
     """Another one: a restart would change what runs (rig/artifacts/units.py)."""
     same_as: list[Text]
-    """Digests that earlier versions of kimi-rig gave to the very same."""
+    """Digests that the version before gave to the very same, where it is another."""
 
     @model_validator(mode="after")
     def _drafter_has_a_name(self) -> Self:
