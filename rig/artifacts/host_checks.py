@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from rig.artifacts.checkpoint_orders import expected_bytes
+from rig.artifacts.units import engine_environment
 from rig.host.live_settings import reboot_needed, reboot_recommended
 from rig.host.memory_fit import MIB, Fit, Model, configuration_fit
 from rig.host.nvidia_driver import Action, DriverStep, driver_step, minimum_driver
@@ -33,6 +34,7 @@ def findings(plan: HostPlan) -> list[Finding]:
             for name, env in plan.environments.items()
             if env.release.accelerator == "cuda" and not env.carries_nvcc and not (env.cuda_home or env.release.kernel)
         ),
+        variables={name: engine_environment(plan, entry) for name, entry in plan.serving.items()},
         own_ports=frozenset(plan.serving[name].listen.port for name in running),
         must_reach=frozenset(plan.data.probes),
         may_reboot=plan.data.reboot == "yes",

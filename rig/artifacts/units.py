@@ -94,7 +94,7 @@ def run_specification(plan: HostPlan, name: str) -> RunSpecification:
         "rate_counts_bonus": release.rate_counts_bonus,
         "limits": plan.data.supervision,
         "host_settings": live_settings(
-            plan.settings, {one.key for one in reboot_recommended(plan.decision.settings, plan.facts)}
+            plan.settings, {one.key for one in reboot_recommended(plan.decision_of(configuration).settings, plan.facts)}
         ),
         "unit_digest": sha256(unit.encode()).hexdigest(),
         "digest": "to be computed",

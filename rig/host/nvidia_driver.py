@@ -48,13 +48,13 @@ def driver_step(facts: HostFacts, minimum: str, *, upgrade: bool, in_use: bool) 
         )
     if driver.version is None and driver.on_disk is None:
         return DriverStep(Action.INSTALL, "no driver is installed")
-    if driver.version is None or driver.mismatch:
-        loaded = f"driver {driver.version}" if driver.version else "no driver"
+    loaded = f"driver {driver.version}" if driver.version else "no driver"
+    wrong = _wrong(facts, minimum)
+    if wrong is None and (driver.version is None or driver.mismatch):
         why = f"{loaded} is loaded, {driver.on_disk or 'another version'} is installed"
         return DriverStep(Action.KEEP, why, reboot=why)
-    wrong = _wrong(facts, minimum)
     if wrong is None:
-        return DriverStep(Action.KEEP, f"driver {driver.version} works and is kept")
+        return DriverStep(Action.KEEP, f"{loaded} works and is kept")
     if not upgrade or in_use:
         what = (
             "the cards are in use: stop what uses them first"
@@ -62,13 +62,17 @@ def driver_step(facts: HostFacts, minimum: str, *, upgrade: bool, in_use: bool) 
             else "it is not changed unasked: set driver_upgrade for this host"
         )
         return DriverStep(Action.REFUSE, f"{wrong}; {what}")
-    return DriverStep(Action.INSTALL, wrong, reboot=f"driver {driver.version} stays loaded until then")
+    return DriverStep(Action.INSTALL, wrong, reboot=f"{loaded} stays loaded until then" if driver.version else None)
 
 
 def _wrong(facts: HostFacts, minimum: str) -> str | None:
+    """Of the driver that the next boot loads."""
     driver = facts.driver
-    if version_tuple(driver.version) < version_tuple(minimum):
-        return f"driver {driver.version} is older than {minimum}, which an engine release needs"
+    version = driver.on_disk or driver.version
+    if version_tuple(version) < version_tuple(minimum):
+        return f"driver {version} is older than {minimum}, which an engine release needs"
+    if driver.mismatch:
+        return None  # open_module is of the one that is loaded
     if driver.open_module is False and any((gpu.compute_capability or (0, 0)) >= (10, 0) for gpu in facts.gpus):
-        return f"driver {driver.version} has proprietary modules, Blackwell needs the open ones"
+        return f"driver {version} has proprietary modules, Blackwell needs the open ones"
     return None

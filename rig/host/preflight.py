@@ -11,8 +11,8 @@ from rig.facts.host import DataPath, Gpu, HostFacts
 from rig.host.cuda_toolkit import BUILD, SERVE
 from rig.host.live_settings import reboot_needed, reboot_recommended
 from rig.host.memory_fit import Fit
-from rig.host.settings import TIME_UNIT, Confidence, Kind
-from rig.host.topology import REFUSED_ATTENTION, Decision
+from rig.host.settings import TIME_UNIT, Confidence, Kind, kernel_token
+from rig.host.topology import NO_LOADER, REFUSED_ATTENTION, Decision
 from rigctl.contract.comparison import version_tuple
 
 GIB = 1 << 30
@@ -70,6 +70,8 @@ class Needs:
     """The CUDA toolkit that the operator named."""
     without_nvcc: tuple[str, ...] = ()
     """CUDA releases that bring no compiler, and for which the host has none that suits."""
+    variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Environment of each configuration's engine."""
     own_ports: frozenset[int] = frozenset()
     """Ports that services of ours listen on at present."""
     must_reach: frozenset[str] = frozenset()
@@ -114,7 +116,13 @@ def _cards(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Findi
     for gpu in facts.gpus:
         if gpu.taken:
             severity = Severity.ERROR if gpu.index in needed else Severity.WARNING
-            remedy = "give it back to the nvidia driver, or change `gpus`; the IOMMU is left as it is"
+            off = any(token.endswith("iommu=off") for token in decision.host.kernel_arguments)
+            iommu = (
+                "host_overrides switches the IOMMU off, without which no guest has it"
+                if off
+                else "the IOMMU is left as it is"
+            )
+            remedy = f"give it back to the nvidia driver, or change `gpus`; {iommu}"
             yield Finding(severity, "card-taken", f"{_card(gpu)} belongs to {gpu.bound_to}", remedy)
         elif gpu.answers is False:
             yield _error("card-silent", f"{_card(gpu)} is on the bus and does not answer", "power the host off and on")
@@ -194,7 +202,8 @@ def _driver(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
             outside or remedy,
         )
     if driver.version is None:
-        yield _note("driver-none", "no NVIDIA driver is loaded", outside or "the host stage installs it")
+        installs = f"a reboot loads {driver.on_disk}" if driver.on_disk else "the host stage installs it"
+        yield _note("driver-none", "no NVIDIA driver is loaded", outside or installs)
         return
     for name, release in needs.releases_on("cuda").items():
         if version_tuple(driver.version) < version_tuple(release.minimum_driver):
@@ -391,12 +400,6 @@ def _settings(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Fi
         yield _note("reboot-later", f"recommended at the next reboot, and waited for by nothing: {text}")
     if waiting:
         text = ", ".join(one.key for one in waiting)
-        if facts.boot_loader is None and any(one.kind is Kind.KERNEL_ARGUMENT for one in waiting):
-            yield _warning(
-                "boot-loader",
-                "neither grub nor systemd-boot was found: kernel arguments are not written by a deploy",
-                "add them to what boots this host yourself",
-            )
         remedy = "`make reboot`" if needs.may_reboot else "allow it with --data reboot=yes, or reboot it yourself"
         yield _note("reboot", f"needs a reboot before serving: {text}", remedy)
     if facts.virtualisation not in (None, "none") and facts.container in (None, "none"):
@@ -414,8 +417,10 @@ def _settings(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Fi
             f"this is a container ({facts.container}): kernel, driver and units are its host's",
             f"for whoever has the host: {', '.join(outside)}" if outside else "",
         )
+    if tokens := [kernel_token(one) for one in decision.settings if one.blocked and one.kind is Kind.KERNEL_ARGUMENT]:
+        yield _warning("boot-loader", f"{NO_LOADER}: {', '.join(tokens)}", "add them to what boots this host yourself")
     for one in decision.settings:
-        if one.blocked:
+        if one.blocked and one.kind is not Kind.KERNEL_ARGUMENT:
             yield _warning("setting-blocked", f"{one.key}: {one.reason}")
         if one.confidence is Confidence.OPERATOR:
             value = one.value if one.applied else "left alone"
@@ -424,6 +429,17 @@ def _settings(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Fi
             yield from _power(int(one.value or 0), decision.cards)
     for name, configuration in needs.serving.items():
         yield from _attention(name, configuration, decision, needs)
+
+
+def _nccl(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    for name, variables in needs.variables.items():
+        disable, level = (variables.get(f"NCCL_P2P_{one}") for one in ("DISABLE", "LEVEL"))
+        if disable == "1" and level not in (None, "LOC"):
+            yield _warning(
+                "p2p-contradiction",
+                f"{name} gets NCCL_P2P_DISABLE=1 and NCCL_P2P_LEVEL={level}: NCCL then uses no P2P, whatever the level",
+                "leave one of them out of host_overrides or the catalogue; null in host_overrides unsets the policy's",
+            )
 
 
 def _health(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
@@ -519,4 +535,5 @@ CHECKS = (
     _known_bad,
     _rivals,
     _settings,
+    _nccl,
 )

@@ -18,11 +18,13 @@ from typing import Any
 
 from rig.host.settings import ACS_UNIT, ENGINES, PERSISTENCE_UNIT, TIME_UNIT, Kind
 from rig.host.situation import P2P, Iommu, Links, Machine, Other, Situation, Versions
+from rig.host.system_files import SAFE
 from rigctl.contract.comparison import key_values
 
 FORCE_P2P = "ForceP2P=0x11;GrdmaPciTopoCheckOverride=1;EnableResizableBar=1"
 METAL: Container[Machine] = (Machine.METAL,)
 TRUE: Container[bool] = (True,)
+FALSE: Container[bool] = (False,)
 MANY = 10_000
 SEVERAL, FOUR, EIGHT = range(2, MANY), range(4, MANY), range(8, MANY)
 DRIVER_580 = Versions("580", "581")
@@ -54,7 +56,8 @@ class Rule:
     """False: explained, whatever the evidence."""
     gain: str = ""
     engines: tuple[str, ...] = ENGINES
-    needed: bool = False
+    needed: Callable[[Situation], bool] = lambda _: False
+    """Of a configuration: it must not start without."""
 
     def holds(self, situation: Situation) -> bool:
         """Whether the rule speaks of this situation at all."""
@@ -66,50 +69,67 @@ class Rule:
 # --- The IOMMU -------------------------------------------------------------------------------------------------------
 
 
-def _iommu_kept(*names: str) -> Callable[[Situation], str | None]:
-    """Why an argument is not wanted. names: the argument's own."""
+def _iommu_kept(name: str, value: str) -> Callable[[Situation], str | None]:
+    """Why an argument is not wanted."""
 
     def why(s: Situation) -> str | None:
-        if s.taken:
-            cards = ", ".join(f"{gpu.address} ({gpu.bound_to})" for gpu in s.taken)
-            return f"cards are given to a guest, which needs the IOMMU: {cards}. iommu=pt is what the others could have"
-        own = {f"kernel_argument.{name}" for name in names} & s.overrides.keys()
-        if s.iommu_asked not in (None, Iommu.OFF) and not own:
-            return "the operator's iommu argument is followed"
-        if s.iommu is Iommu.PASSTHROUGH:
-            return "it passes through on this host, which others report to work as well: kept as it is"
-        if s.iommu is Iommu.OFF and not any(s.live(f"{name}=off") for name in names):
-            return "none is at work on this host (no IOMMU groups), so nothing needs to be switched off"
-        return None
+        own = f"kernel_argument.{name}" in s.overrides
+        asked = s.iommu_asked is not None and (bool(s.taken) or s.iommu_asked is not Iommu.OFF)
+        ours = value == "pt" and s.written(f"{name}={value}")
+        cards = ", ".join(f"{gpu.address} ({gpu.bound_to})" for gpu in s.taken)
+        cases = {
+            "the operator's iommu argument is followed": asked and not own,
+            f"cards are given to a guest, which needs the IOMMU: {cards}. iommu=pt is what the others could have": (
+                bool(s.taken)
+            ),
+            "it passes through on this host, which others report to work as well: kept as it is": (
+                s.iommu is Iommu.PASSTHROUGH and not ours
+            ),
+            "the command line asks for passthrough, and the IOMMU's groups translate all the same: kept as it is, "
+            "without P2P. The kernel's log (iommu) says why; an override of kernel_argument.iommu changes it": (
+                s.passing_asked and s.iommu is Iommu.TRANSLATING and not ours
+            ),
+            "none is at work on this host (no IOMMU groups), so nothing needs to be switched off": (
+                s.iommu is Iommu.OFF and not s.live(f"{name}=off")
+            ),
+        }
+        return next((text for text, holds in cases.items() if holds), None)
 
     return why
 
 
-def _iommu_reason(s: Situation) -> str:
-    reason = "an IOMMU that translates makes NCCL's P2P traffic between root ports hang"
-    if (s.facts.cpu.threads or 0) > 255:
-        reason += f"; check after the reboot that all {s.facts.cpu.threads} CPUs are online (x2APIC)"
-    return reason
+HANG = "an IOMMU that translates makes NCCL's P2P traffic between root ports hang"
 
 
-def _iommu(rule: str, name: str, vendor: Container[str]) -> Rule:
+def _iommu(rule: str, name: str, value: str, reason: Text, **where: Container[Any]) -> Rule:
     return Rule(
         rule,
         Kind.KERNEL_ARGUMENT,
         name,
-        "off",
-        _iommu_reason,
-        where={"vendor": vendor, "peers": TRUE},
+        value,
+        reason,
+        where={"peers": TRUE, **where},
         machines=METAL,
-        kept=_iommu_kept(name),
-        needed=True,
+        kept=_iommu_kept(name, value),
+        needed=lambda s: s.ranks > 1 and not s.p2p_never,
     )
 
 
 IOMMU = (
-    _iommu("iommu-off", "iommu", AMD),
-    _iommu("amd-iommu-off", "amd_iommu", AMD),
-    _iommu("intel-iommu-off", "intel_iommu", INTEL),
+    _iommu("iommu-off", "iommu", "off", HANG, vendor=AMD, off_loses_cpus=FALSE),
+    _iommu("amd-iommu-off", "amd_iommu", "off", HANG, vendor=AMD, off_loses_cpus=FALSE),
+    _iommu(
+        "iommu-pt",
+        "iommu",
+        "pt",
+        lambda s: (
+            f"{HANG}; one that is off takes x2APIC with it on AMD, and of {s.facts.cpu.threads} CPUs those beyond "
+            "APIC number 255 do not come up. One that passes through is reported to work as well"
+        ),
+        vendor=AMD,
+        off_loses_cpus=TRUE,
+    ),
+    _iommu("intel-iommu-off", "intel_iommu", "off", HANG, vendor=INTEL),
 )
 
 # --- The rest of the host --------------------------------------------------------------------------------------------
@@ -118,20 +138,46 @@ IOMMU = (
 def _force_value(s: Situation) -> str:
     """What is live stays: the keys of others beside ours, ForceP2P with whatever keys it has."""
     keys = dict(s.dwords)
-    if s.dwords_staged and not s.dwords_ours:
+    if s.dwords_ours and not s.forced:
+        keys.pop("ForceP2P", None)
+    elif s.dwords_staged and not s.dwords_ours:
         keys |= key_values(s.dwords_staged)
-    missing = [] if s.forced else [one for one in FORCE_P2P.split(";") if one.partition("=")[0] not in keys]
+    missing = [] if "ForceP2P" in keys else [one for one in FORCE_P2P.split(";") if one.partition("=")[0] not in keys]
     return ";".join([*(f"{name}={value}" for name, value in keys.items() if name), *missing])
 
 
-def _force_kept(s: Situation) -> str | None:
+def _live_kept(s: Situation) -> str | None:
     if not s.forced or s.dwords_ours:
         return None
     return f"live from {s.dwords_by or 'elsewhere'}, and kept: the order of keys, and further keys, do not matter"
 
 
+def _force_kept(s: Situation) -> str | None:
+    where, value = s.dwords_by or "elsewhere", _force_value(s)
+    if (kept := _live_kept(s)) is not None:
+        return kept
+    if s.p2p_never or s.p2p is P2P.TRANSLATED:
+        return "P2P stays off between these cards, so there is nothing to force"
+    if not s.forced and FORCE_P2P.split(";", maxsplit=1)[0] not in value:
+        return f"ForceP2P comes from {where} with another value, and is followed"
+    if odd := [one for one in value.split(";") if not SAFE.fullmatch(one)]:
+        return f"a file of ours cannot hold {odd[0]!r}, which comes from {where}: add the keys there"
+    return None
+
+
 def _live_force(s: Situation) -> str:
     return s.dwords_text if s.forced else FORCE_P2P
+
+
+def _force_reason(s: Situation) -> str:
+    old = sorted({"RMForceP2PType", "RMPcieP2PType"} & s.dwords.keys())
+    kept = "are live here and kept as they are" if old else "are left out"
+    return (
+        "cards that hang on the CPU directly map each other's memory through system memory unless forced, and a custom "
+        "all-reduce then runs at a fifteenth of NCCL's speed or switches itself off; NCCL itself is not affected. "
+        f"RMForceP2PType and RMPcieP2PType, which the wiki lists too, {kept}: reports blame them for 'invalid device "
+        "ordinal', and for broken cuMem IPC with NCCL 2.29 and newer"
+    )
 
 
 def _force(name: str, reason: Text, **where: Container[Any]) -> Rule:
@@ -143,7 +189,7 @@ def _force(name: str, reason: Text, **where: Container[Any]) -> Rule:
         reason,
         where={"peers": TRUE, "rtx_pro": TRUE, **where},
         machines=METAL,
-        kept=_force_kept,
+        kept=_live_kept,
         live=lambda s: s.forced and not s.dwords_ours,
         applies=False,
     )
@@ -154,8 +200,7 @@ def _acs_reason(s: Situation) -> str:
     found = f" (now set on {len(redirecting)} of {len(s.facts.bridges)} bridges)" if s.facts.bridges else ""
     return (
         f"ACS request and completion redirect send traffic between cards up to the root port{found}; the firmware sets "
-        "them anew at every boot. Only those two bits are cleared, and only on the bridges above the cards: the wiki "
-        "writes 0x0011 or 0x0000 to every device, NVIDIA's guide warns against one value for all"
+        "them anew at every boot. Only those two bits are cleared, and only on the bridges above the cards"
     )
 
 
@@ -254,14 +299,11 @@ HOST = (
         Kind.MODULE_OPTION,
         "nvidia.NVreg_RegistryDwords",
         _force_value,
-        "cards that hang on the CPU directly map each other's memory through system memory unless forced, and a custom "
-        "all-reduce then runs at a fifteenth of NCCL's speed or switches itself off; NCCL itself is not affected. "
-        "RMForceP2PType and RMPcieP2PType, which the wiki lists too, are left out: reports blame them for 'invalid "
-        "device ordinal', and for broken cuMem IPC with NCCL 2.29 and newer",
+        _force_reason,
         where={"peers": TRUE, "rtx_pro": TRUE, "links": DIRECT, "driver": Other(DRIVER_580)},
         machines=METAL,
         kept=_force_kept,
-        live=lambda s: s.forced and not s.dwords_ours,
+        live=lambda s: "ForceP2P" in s.dwords and not s.dwords_ours,
         gain="decode 60 -> 100 tok/s on 4 cards with a custom all-reduce; none with NCCL alone",
     ),
     _force(
@@ -339,7 +381,7 @@ HOST = (
         Kind.SYSCTL,
         "kernel.sched_migration_cost_ns",
         "50000",
-        "no sysctl since Linux 5.13, where it moved to debugfs; no figure was published for it",
+        "in debugfs and no sysctl any more; no figure was published for it",
     ),
     *(
         Rule(
@@ -453,7 +495,7 @@ COLLAPSE: Where = {
 
 
 def _graph_given(s: Situation) -> str | None:
-    given = s.operator(Kind.ENVIRONMENT, "NCCL_GRAPH_FILE")
+    given = s.variable("NCCL_GRAPH_FILE")
     return "the operator's graph file is the finer remedy" if given else None
 
 
@@ -480,8 +522,7 @@ ENGINE = (
         Kind.ENVIRONMENT,
         "OMP_NUM_THREADS",
         "8",
-        "vLLM itself gives each rank one thread where nothing is said (vllm/v1/executor/multiproc_executor.py); that 8 "
-        "is better was never measured",
+        "vLLM itself gives each rank one thread where nothing is said; that 8 is better was never measured",
     ),
     Rule(
         "spawn",
@@ -590,7 +631,7 @@ ENGINE = (
         "writes of two or more cards of one switch to cards below two or more other ports of an AMD CPU collapse; a "
         "ring sends those of a switch to one port at a time, trees and all-to-all do not. Seen with Broadcom's "
         "switches and 2 cards each",
-        where={**COLLAPSE, "microchip": (False,), "cards_a_switch": SEVERAL},
+        where={**COLLAPSE, "switch_maker": ("broadcom",), "cards_a_switch": SEVERAL},
         machines=METAL,
         gain="37 GB/s against 2.7 where the writes collapse",
     ),
@@ -601,7 +642,7 @@ ENGINE = (
         "Ring",
         "writes of several cards of one Microchip switch to two or more other ports of an AMD CPU collapsed with 4 "
         "cards a switch, and did not with 2",
-        where={**COLLAPSE, "microchip": TRUE, "cards_a_switch": FOUR},
+        where={**COLLAPSE, "switch_maker": ("microchip",), "cards_a_switch": FOUR},
         machines=METAL,
     ),
     Rule(

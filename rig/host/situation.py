@@ -10,8 +10,18 @@ from typing import Any
 
 from rig.facts.host import Gpu, HostFacts
 from rig.host.settings import TIME_UNIT, Kind, Setting
-from rig.host.system_files import MODPROBE
+from rig.host.system_files import GRUB_DROP_IN, MODPROBE
 from rigctl.contract.comparison import key_values, version_tuple
+
+IOMMU_ARGUMENTS = ("iommu", "amd_iommu", "intel_iommu", "iommu.passthrough")
+SWITCH_MAKERS = {"11f8": "microchip", "1f18": "microchip", "1000": "broadcom"}
+
+
+NEARNESS = {
+    **dict.fromkeys(("LOC", "NVL", "NVB", "C2C", "0"), -1),
+    **{"PIX": 1, "1": 1, "PXB": 2, "2": 2, "PHB": 3, "NODE": 3, "3": 3, "SYS": 4},
+}
+"""NCCL_P2P_LEVEL in both notations, and nvidia-smi's words for a pair (NCCL src/graph/paths.cc; it has no NODE)."""
 
 
 class Machine(StrEnum):
@@ -57,6 +67,8 @@ class Workload:
     ranks: int | None = None
     nccl: str | None = None
     """Version in the release's lock."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that the catalogue itself gives to its engine."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +103,7 @@ class Situation:
     cards: tuple[Gpu, ...]
     ranks: int = 0
     nccl: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
     decided: MutableMapping[str, Setting] = field(default_factory=dict)
 
     # --- The machine
@@ -138,8 +151,8 @@ class Situation:
 
     @property
     def driver(self) -> str | None:
-        """Version that runs, or that the next boot loads."""
-        return self.facts.driver.version or self.facts.driver.on_disk
+        """Version that the next boot loads: module options take effect with it."""
+        return self.facts.driver.on_disk or self.facts.driver.version
 
     # --- The cards
 
@@ -199,10 +212,11 @@ class Situation:
         return len({card.bridges[0] for card in self.cards if card.behind_switch})
 
     @property
-    def microchip(self) -> bool:
-        """The switches are Microchip's (vendor 11f8, c-payne's boards 1f18)."""
-        bridges = [self.facts.bridges.get(address) for card in self.cards for address in card.bridges[1:]]
-        return any(one is not None and one.pci_id.startswith(("11f8:", "1f18:")) for one in bridges)
+    def switch_maker(self) -> str | None:
+        """Microchip has vendor 11f8 (c-payne's boards 1f18), Broadcom's PEX890xx 1000. None: another, or several."""
+        bridges = (self.facts.bridges.get(address) for card in self.cards for address in card.bridges[1:])
+        found = {SWITCH_MAKERS.get(one.pci_id.partition(":")[0]) for one in bridges if one is not None}
+        return found.pop() if len(found) == 1 else None
 
     @property
     def crosses_numa(self) -> bool:
@@ -221,8 +235,9 @@ class Situation:
     def live(self, token: str) -> bool:
         return token in (self.facts.command_line or ())
 
-    def operator(self, kind: Kind, name: str) -> str | None:
-        return self.overrides.get(f"{kind}.{name}")
+    def variable(self, name: str) -> str | None:
+        """An environment variable that the catalogue or the operator gives to the engine."""
+        return self.environment.get(name, self.overrides.get(f"{Kind.ENVIRONMENT}.{name}"))
 
     @property
     def taken(self) -> tuple[Gpu, ...]:
@@ -230,14 +245,20 @@ class Situation:
         return tuple(gpu for gpu in self.facts.gpus if gpu.taken)
 
     @property
+    def passing_asked(self) -> bool:
+        """The kernel's command line asks for an IOMMU that passes through."""
+        modes = [one.partition("=")[2].split(",") for one in self.facts.command_line or () if one.startswith("iommu=")]
+        return (bool(modes) and "pt" in modes[-1]) or any(self.live(f"iommu.passthrough={on}") for on in ("1", "on"))
+
+    @property
     def iommu(self) -> Iommu | None:
-        """As the running kernel has it; None where the host does not say."""
+        """As the running kernel has it, whatever its command line asks for; None where the host does not say."""
+        kinds = set(self.facts.iommu_types)
         if self.facts.iommu_groups == 0:
             return Iommu.OFF
-        kinds, tokens = self.facts.iommu_types, self.facts.command_line or ()
-        mode = next((one.partition("=")[2] for one in reversed(tokens) if one.startswith("iommu=")), "")
-        passing = mode == "pt" or self.live("iommu.passthrough=1") or self.live("iommu.passthrough=on")
-        if passing or (kinds and set(kinds) == {"identity"}):
+        if kinds and "identity" not in kinds:
+            return Iommu.TRANSLATING
+        if self.passing_asked or kinds == {"identity"}:
             return Iommu.PASSTHROUGH
         if self.facts.iommu_groups is None:
             off = any(self.live(f"{name}=off") for name in ("iommu", "amd_iommu", "intel_iommu"))
@@ -247,8 +268,11 @@ class Situation:
     @property
     def iommu_asked(self) -> Iommu | None:
         """What the operator's overrides make of it; None where they leave it to the policy."""
-        names = ("iommu", "amd_iommu", "intel_iommu", "iommu.passthrough")
-        asked = {name: self.overrides[key] for name in names if (key := f"kernel_argument.{name}") in self.overrides}
+        asked = {
+            name: self.overrides[key]
+            for name in IOMMU_ARGUMENTS
+            if (key := f"kernel_argument.{name}") in self.overrides
+        }
         if "off" in asked.values():
             return Iommu.OFF
         if asked.get("iommu") == "pt" or asked.get("iommu.passthrough") in ("1", "on"):
@@ -260,12 +284,28 @@ class Situation:
 
     @property
     def iommu_after(self) -> Iommu | None:
-        """Once the settings that were decided are live; in a virtual machine and a container what is."""
-        if self.iommu_asked is not None and not self.container:
+        """Once the settings that were decided are live; in a container what is."""
+        if self.container:
+            return self.iommu
+        wanted = {name: value for name in IOMMU_ARGUMENTS if (value := self.overrides.get(f"kernel_argument.{name}"))}
+        ours = {name: self.decided.get(f"kernel_argument.{name}") for name in IOMMU_ARGUMENTS}
+        wanted |= {name: one.value for name, one in ours.items() if one is not None and one.applied and one.value}
+        if all(self.live(f"{name}={value}") for name, value in wanted.items()):
+            return self.iommu or self.iommu_asked
+        if self.iommu_asked is not None:
             return self.iommu_asked
-        names = ("iommu", "amd_iommu", "intel_iommu")
-        ours = (self.decided.get(f"kernel_argument.{name}") for name in names)
-        return Iommu.OFF if any(one is not None and one.applied for one in ours) else self.iommu
+        return Iommu.OFF if "off" in wanted.values() else Iommu.PASSTHROUGH
+
+    @property
+    def off_loses_cpus(self) -> bool:
+        """With the IOMMU off not all CPUs would come up: more than 256 need x2APIC (256 are published to run so)."""
+        return (self.facts.cpu.threads or 0) > 256 and self.iommu is not Iommu.OFF
+
+    def written(self, token: str) -> bool:
+        """An earlier deploy put the kernel argument there."""
+        return token in self.facts.our_arguments or token in re.findall(
+            r"[^\s\"]+", self.facts.boot_files.get(GRUB_DROP_IN, "")
+        )
 
     # --- Peer-to-peer
 
@@ -273,6 +313,19 @@ class Situation:
     def p2p_refused(self) -> str | None:
         """The driver's word for a pair of the cards that may not use P2P; None when all may, or nothing is known."""
         return next(iter(sorted(self._between(self.facts.p2p or ()) - {"OK"})), None)
+
+    @property
+    def p2p_never(self) -> bool:
+        """No setting of the host brings P2P between any two of the cards."""
+        answers = self._between(self.facts.p2p or ()) - {"X"}
+        return self.desktop or (bool(answers) and "OK" not in answers)
+
+    @property
+    def p2p_left(self) -> bool:
+        """The operator or the catalogue has NCCL do without P2P (NCCL user guide, NCCL_P2P_DISABLE, NCCL_P2P_LEVEL)."""
+        disable, level = (self.variable(f"NCCL_P2P_{name}") or "" for name in ("DISABLE", "LEVEL"))
+        nearest = min((NEARNESS[pair] for pair in self.pairs if pair in NEARNESS), default=0)
+        return bool(re.fullmatch(r"(0[xX])?0*1", disable.strip())) or NEARNESS.get(level, nearest) < nearest
 
     @property
     def p2p(self) -> P2P:
@@ -285,7 +338,7 @@ class Situation:
             return P2P.DESKTOP
         if self.outer is Machine.METAL and self.iommu_after is Iommu.TRANSLATING:
             return P2P.TRANSLATED
-        return P2P.LEFT if self.operator(Kind.ENVIRONMENT, "NCCL_P2P_DISABLE") == "1" else P2P.USABLE
+        return P2P.LEFT if self.p2p_left else P2P.USABLE
 
     # --- Options of the driver's modules
 
@@ -306,7 +359,7 @@ class Situation:
 
     @property
     def forced(self) -> bool:
-        """ForceP2P is live."""
+        """ForceP2P is live, or is once the driver is loaded."""
         value = self.dwords.get("ForceP2P", "")
         return bool(re.fullmatch(r"0[xX][0-9a-fA-F]+|[0-9]+", value)) and bool(re.sub("^0[xX]", "", value).strip("0"))
 

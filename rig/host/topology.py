@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from rig.facts.host import Gpu, HostFacts
 from rig.host import rules
 from rig.host.evidence import Report, authors, reports
+from rig.host.live_settings import Standing, standing
 from rig.host.rules import Rule
 from rig.host.settings import Confidence, HostSettings, Kind, Setting, host_settings
 from rig.host.situation import Situation, Workload
@@ -34,6 +35,9 @@ REFUSED_ATTENTION: Mapping[str, Mapping[str, str]] = {
     ),
 }
 """Attention backends that cannot run on SM120, with why: a configuration that names one is refused."""
+
+
+NO_LOADER = "neither grub nor systemd-boot was found: kernel arguments are not written by a deploy"
 
 
 class TopologyError(Exception):
@@ -73,13 +77,13 @@ def decide(
     cards = usable_cards(facts)
     chosen = tuple(card for card in cards if work.gpus is None or card.index in work.gpus) or cards
     decided: dict[str, Setting] = {}
-    host = Situation(facts, wanted, cards, len(cards), work.nccl, decided)
-    mine = Situation(facts, wanted, chosen, work.ranks or len(chosen), work.nccl, decided)
+    host = Situation(facts, wanted, cards, len(cards), work.nccl, decided=decided)
+    mine = Situation(facts, wanted, chosen, work.ranks or len(chosen), work.nccl, work.environment, decided)
     for stage in STAGES if cards else ():
         situation = host if stage in OF_THE_HOST else mine
         for rule in stage:
             if rule.holds(situation):
-                setting = _setting(rule, situation)
+                setting = replace(_setting(rule, situation), needed=rule.needed(mine))
                 decided[setting.key] = _possible(_overridden(setting, wanted), situation)
     for key in [one for one in wanted if one not in decided]:
         decided[key] = _possible(_own(key, wanted[key]), host)
@@ -123,7 +127,6 @@ def _setting(rule: Rule, situation: Situation) -> Setting:
         against=against,
         kept=rule.live(situation),
         outside=outside,
-        needed=rule.needed,
     )
 
 
@@ -171,6 +174,9 @@ def _possible(setting: Setting, situation: Situation) -> Setting:
     if situation.container:
         reason = f"for the host outside this container, which no reboot of it sets: {setting.reason}"
         return replace(setting, applied=False, outside=True, reason=reason)
+    unwritten = setting.kind is Kind.KERNEL_ARGUMENT and situation.facts.boot_loader is None
+    if unwritten and standing(setting, situation.facts) in (Standing.PENDING, Standing.STAGED):
+        return replace(setting, applied=False, blocked=True, reason=f"{NO_LOADER}; {setting.reason}")
     if setting.kind is Kind.MODULE_OPTION:
         module, _, option = setting.name.partition(".")
         files = situation.options(module, option)

@@ -159,7 +159,8 @@ class HostPlan:
 
     def workload(self, configuration: Configuration) -> Workload:
         """What a configuration brings to the policy: its cards, its ranks, its release's NCCL."""
-        return workload_of(configuration, self.environments[configuration.release].nccl)
+        environment = self.environments[configuration.release]
+        return workload_of(configuration, environment.release, environment.nccl)
 
     def decision_of(self, configuration: Configuration) -> Decision:
         """What the policy decides for this configuration's cards, ranks and NCCL."""
@@ -178,10 +179,11 @@ class HostPlan:
         return overlay_path(name, release) if writes_ids(self.checkpoints[name]) else self.checkpoint_paths[name]
 
 
-def workload_of(configuration: Configuration, nccl: str | None) -> Workload:
+def workload_of(configuration: Configuration, release: Release, nccl: str | None) -> Workload:
     """A configuration without cards gets what all cards would."""
     cards = tuple(configuration.gpus) or None
-    return Workload(cards, configuration.tensor_parallel if cards else None, nccl)
+    variables = {**release.environment, **configuration.environment}
+    return Workload(cards, configuration.tensor_parallel if cards else None, nccl, variables)
 
 
 def recorded_workloads(catalog: Catalog) -> dict[str, Workload]:
@@ -190,7 +192,7 @@ def recorded_workloads(catalog: Catalog) -> dict[str, Workload]:
     for name, entry in catalog.serving.items():
         release = catalog.releases[entry.release]
         lock = release.lock.format(python=release.python[0].replace(".", ""))
-        found[name] = workload_of(entry, _locked(lock, NCCL))
+        found[name] = workload_of(entry, release, _locked(lock, NCCL))
     return found
 
 
@@ -216,6 +218,10 @@ def plan_from_facts(data: Mapping[str, Any], facts: HostFacts) -> HostPlan:
     # The settings of engines depend on the configuration.
     plan = host_plan(data, facts.distribution, replace(decision.host, engine_flags={}, memory_fraction={}))
     plan = replace(plan, facts=facts, decision=decision, settings=decision.host)
+    each = [plan.decision_of(entry) for entry in plan.serving.values() if entry.gpus]
+    needed = {one.key for of in each for one in of.settings if one.needed}
+    settings = tuple(replace(one, needed=one.key in needed) for one in decision.settings)
+    plan = replace(plan, decision=replace(decision, settings=settings))
     serving = {
         name: with_host(entry, plan.environments[entry.release].release.engine, plan.settings_of(entry))
         for name, entry in plan.serving.items()

@@ -37,7 +37,11 @@ def machine(cpu: Cpu, cards: Sequence[Gpu], **more: object) -> HostFacts:
     count = len(cards)
     facts = HostFacts(
         gpus=tuple(cards),
-        bridges={address: Bridge(address, "1022:153b", True) for gpu in cards for address in gpu.bridges},
+        # A root port of AMD's, below it Broadcom's switches.
+        bridges={
+            address: Bridge(address, "1000:c030" if at else "1022:153b", True)
+            for gpu in cards for at, address in enumerate(gpu.bridges)
+        },
         relations=relations_by_path(cards),
         p2p=tuple(tuple("X" if a == b else "OK" for b in range(count)) for a in range(count)),
         processes=(),

@@ -45,6 +45,19 @@ def test_an_installed_driver_waits_for_the_boot() -> None:
         assert "590.48.01 is installed" in step.reboot
 
 
+def test_the_driver_that_the_next_boot_loads_is_compared() -> None:
+    """Neither a driver that goes with the boot counts, nor the kind of its modules."""
+    for driver in (Driver(on_disk="570.86.15"), Driver("590.48.01", True, on_disk="570.86.15")):
+        facts = replace(SOUND, driver=driver)
+        assert action(facts) is Action.REFUSE
+        assert action(facts, upgrade=True) is Action.INSTALL
+        assert "driver 570.86.15 is older than" in driver_step(facts, "580", upgrade=False, in_use=False).reason
+    staged = driver_step(
+        replace(SOUND, driver=Driver("570.86.15", False, on_disk="590.48.01")), "580", upgrade=False, in_use=True
+    )
+    assert staged.action is Action.KEEP and staged.reboot is not None
+
+
 def test_proprietary_modules_are_fine_on_hopper() -> None:
     assert action(replace(hosts.H200_1, driver=Driver("590.48.01", False))) is Action.KEEP
 

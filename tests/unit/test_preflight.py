@@ -297,3 +297,32 @@ def test_cards_of_a_guest_are_an_error_only_where_they_are_needed() -> None:
 def test_a_file_that_wins_over_ours_is_a_finding() -> None:
     wins = {"/etc/modprobe.d/uvm.conf": "options nvidia-uvm uvm_disable_hmm=0\n"}
     assert codes(replace(SOUND, boot_files={**SOUND.boot_files, **wins}))["setting-blocked"] is Severity.WARNING
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "SYS"}, True),
+        ({"NCCL_P2P_DISABLE": "1", "NCCL_P2P_LEVEL": "LOC"}, False),
+        ({"NCCL_P2P_DISABLE": "0", "NCCL_P2P_LEVEL": "SYS"}, False),
+        ({"NCCL_P2P_DISABLE": "1"}, False),
+    ],
+)
+def test_variables_of_nccl_that_contradict_each_other_are_found(variables: dict[str, str], found: bool) -> None:
+    needs = replace(NEEDS, variables={"vllm-base": variables})
+    contradictions = [one for one in preflight(SOUND, decide(SOUND), needs) if one.code == "p2p-contradiction"]
+    assert bool(contradictions) is found
+    assert all("vllm-base gets NCCL_P2P_DISABLE=1 and NCCL_P2P_LEVEL=SYS" in one.message for one in contradictions)
+
+
+def test_a_guest_that_loses_the_iommu_by_an_override_is_said() -> None:
+    facts = with_card(7, bound_to="vfio-pci", answers=False)
+    for overrides, words in (({}, "the IOMMU is left as it is"), ({"kernel_argument.iommu": "off"}, "no guest has it")):
+        [taken] = [one for one in preflight(facts, decide(facts, overrides), Needs()) if one.code == "card-taken"]
+        assert words in taken.remedy
+
+
+def test_a_driver_that_a_reboot_loads_is_not_installed() -> None:
+    facts = replace(hosts.bare(SOUND), driver=Driver(on_disk="595.58.03"))
+    [none] = [one for one in preflight(facts, decide(facts), NEEDS) if one.code == "driver-none"]
+    assert none.remedy == "a reboot loads 595.58.03"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +10,11 @@ import pytest
 
 from rig.facts.host import Driver, HostFacts, Unit
 from rig.host.evidence import authors
-from rig.host.live_settings import Standing, reboot_pending, standing
+from rig.host.live_settings import Standing, reboot_needed, reboot_pending, standing
 from rig.host.rules import FORCE_P2P
 from rig.host.settings import ACS_UNIT, PERSISTENCE_UNIT, TIME_UNIT, Confidence, HostSettings, Kind
 from rig.host.situation import Iommu, Situation, Workload
-from rig.host.system_files import MODPROBE
+from rig.host.system_files import MODPROBE, host_files
 from rig.host.topology import Decision, TopologyError, decide
 from tests.unit import host_archetypes as hosts
 from tests.unit.host_archetypes import machine
@@ -449,7 +450,8 @@ def test_cards_of_a_guest_keep_their_iommu_and_serve_nothing() -> None:
     [
         ({"command_line": ("iommu.passthrough=1",), "iommu_types": ("identity",)}, (), Iommu.PASSTHROUGH),
         ({"iommu_types": ("identity",)}, (), Iommu.PASSTHROUGH),
-        ({"command_line": ("ro", "amd_iommu=on", "iommu=pt")}, (), Iommu.PASSTHROUGH),
+        ({"command_line": ("amd_iommu=on", "iommu=pt"), "iommu_types": ("DMA", "identity")}, (), Iommu.PASSTHROUGH),
+        ({"command_line": ("iommu=nomerge,pt",), "iommu_types": ()}, (), Iommu.PASSTHROUGH),
         ({"command_line": ("ro", "iommu=off"), **NO_IOMMU}, ("iommu=off",), Iommu.OFF),
         ({"command_line": ("ro", "amd_iommu=off"), **NO_IOMMU}, ("amd_iommu=off",), Iommu.OFF),
         (NO_IOMMU, (), Iommu.OFF),
@@ -521,3 +523,159 @@ def test_a_power_limit_is_whole_watts_on_any_host(override: dict[str, str | None
     for facts in (hosts.TURIN_DIRECT, HostFacts()):
         with pytest.raises(TopologyError):
             decide(facts, override)
+
+
+# --- Faults that later examinations found
+
+
+@pytest.mark.parametrize("token", ["iommu=pt", "iommu.passthrough=1"])
+@pytest.mark.parametrize("overrides", [{}, {"kernel_argument.iommu": "pt"}])
+def test_groups_that_translate_outweigh_a_token_that_asks_for_passthrough(
+    token: str, overrides: dict[str, str]
+) -> None:
+    """The IOMMU is kept as it is, and P2P is not used under it."""
+    facts = replace(hosts.TURIN_DIRECT, command_line=("ro", token, "iommu=pt"), iommu_types=("DMA-FQ",))
+    decision = decide(facts, overrides, Workload((0, 1), 2))
+    assert Situation(facts, {}, facts.gpus).iommu is Iommu.TRANSLATING
+    assert not [one for one in decision.host.kernel_arguments if one.endswith("iommu=off")]
+    assert not [one.key for one in reboot_pending(decision.settings, facts) if "iommu" in one.key]
+    assert decision.host.environment["vllm"]["NCCL_P2P_DISABLE"] == "1"
+    assert decision.host.engine_flags["vllm"] == CUSTOM
+    if not overrides:
+        assert "groups translate all the same" in reason(decision, "kernel_argument.iommu")
+
+
+@pytest.mark.parametrize("name", ["desktop", "refused", "kept"])
+def test_nothing_is_forced_where_p2p_stays_off(name: str) -> None:
+    refused = tuple(tuple("X" if a == b else "CNS" for b in range(8)) for a in range(8))
+    facts, overrides = {
+        "desktop": (hosts.CORE_ULTRA_2, {}),
+        "refused": (replace(hosts.TURIN_DIRECT, p2p=refused), {}),
+        "kept": (hosts.TURIN_DIRECT, {"kernel_argument.iommu": None}),
+    }[name]
+    decision = decide(facts, overrides)
+    assert not applied(decision, DWORDS)
+    assert "nothing to force" in reason(decision, DWORDS)
+    # The IOMMU is no matter of correctness there: an engine that was accepted on this boot starts again.
+    accepted = replace(facts, accepted=("one",))
+    needed = [one.key for one in reboot_needed(decide(accepted, overrides).settings, accepted)]
+    assert needed == []
+    # Some pairs may, so those that do are served.
+    some = [list(row) for row in refused]
+    some[0][1] = some[1][0] = "OK"
+    assert applied(decide(replace(hosts.TURIN_DIRECT, p2p=tuple(map(tuple, some)))), DWORDS)
+
+
+def test_one_rank_needs_no_iommu_to_be_off() -> None:
+    facts = replace(hosts.TURIN_DIRECT, accepted=("one",))
+    single, pair = (decide(facts, None, Workload((0, 1)[:count], count)) for count in (1, 2))
+    assert reboot_needed(single.settings, facts) == []
+    assert [one.name for one in reboot_needed(pair.settings, facts)] == ["iommu", "amd_iommu"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "left"),
+    [
+        ({"NCCL_P2P_DISABLE": "1"}, True),
+        ({"NCCL_P2P_DISABLE": " 0x1"}, True),
+        ({"NCCL_P2P_DISABLE": "0"}, False),
+        ({"NCCL_P2P_LEVEL": "LOC"}, True),
+        ({"NCCL_P2P_LEVEL": "NVL"}, True),
+        ({"NCCL_P2P_LEVEL": "PXB"}, True),
+        ({"NCCL_P2P_LEVEL": "2"}, True),
+        ({"NCCL_P2P_LEVEL": "PHB"}, False),
+        ({"NCCL_P2P_LEVEL": "SYS"}, False),
+        ({"NCCL_P2P_LEVEL": "no level"}, False),
+    ],
+)
+def test_whoever_has_nccl_do_without_p2p_has_no_custom_all_reduce(variables: dict[str, str], left: bool) -> None:
+    overrides: dict[str, str | None] = {f"environment.{name}": value for name, value in variables.items()}
+    for asked, given in ((overrides, {}), ({}, variables)):
+        decision = decide(hosts.TURIN_DIRECT, asked, Workload((0, 1), 2, environment=given))
+        assert (decision.host.engine_flags.get("vllm") == CUSTOM) is left
+
+
+def test_more_cpus_than_an_apic_names_keep_an_iommu_that_passes_through() -> None:
+    """iommu/amd without x2APIC: 224 of 448 CPUs came up."""
+    facts = replace(hosts.TURIN_DIRECT, cpu=replace(hosts.TURIN, threads=448))
+    decision = decide(facts, None, Workload((0, 1), 2))
+    assert [token for token in decision.host.kernel_arguments if "iommu" in token] == ["iommu=pt"]
+    assert decision.host.environment["vllm"]["NCCL_P2P_LEVEL"] == "PHB"
+    # It stays in the file of ours once it is live, and P2P is off should the groups translate all the same.
+    files = {one.path: one.text for one in host_files(decision.host, facts)}
+    after = replace(facts, boot_files=files, command_line=("ro", *decision.host.kernel_arguments))
+    assert decide(replace(after, iommu_types=("identity",))).host.kernel_arguments == decision.host.kernel_arguments
+    still = decide(after, None, Workload((0, 1), 2)).host
+    assert still.kernel_arguments == decision.host.kernel_arguments
+    assert still.environment["vllm"]["NCCL_P2P_DISABLE"] == "1"
+    # One that is off, with all CPUs there, is left so.
+    off = replace(facts, command_line=("iommu=off", "amd_iommu=off"), **NO_IOMMU)
+    assert decide(off).host.kernel_arguments[:2] == ("iommu=off", "amd_iommu=off")
+
+
+def test_the_operator_who_switches_the_iommu_off_is_followed_for_cards_of_a_guest_too() -> None:
+    cards = [replace(card, bound_to="vfio-pci") if card.index > 5 else card for card in hosts.TURIN_DIRECT.gpus]
+    facts = replace(hosts.TURIN_DIRECT, gpus=tuple(cards))
+    decision = decide(facts, {"kernel_argument.iommu": "off"})
+    assert "iommu argument is followed" in reason(decision, "kernel_argument.amd_iommu")
+    assert decision.host.environment["vllm"]["NCCL_P2P_LEVEL"] == "SYS"
+
+
+def test_an_operator_who_does_not_force_is_followed() -> None:
+    for file, loaded in ((OPERATORS, True), ("/etc/modprobe.d/a.conf", True), (OPERATORS, False)):
+        facts = with_dwords(hosts.WORKSTATION_4, "ForceP2P=0;PowerMizerEnable=0x1", file)
+        if not loaded:
+            facts = replace(facts, driver=replace(facts.driver, parameters={"RegistryDwords": ""}))
+        decision = decide(facts)
+        setting = decision.find(DWORDS)
+        assert setting is not None and not setting.applied and not setting.blocked
+        assert setting.value == "ForceP2P=0;PowerMizerEnable=0x1"
+        assert f"comes from {file} with another value" in setting.reason
+        assert setting.kept is loaded
+    ours = decide(with_dwords(hosts.WORKSTATION_4, "ForceP2P=0;PowerMizerEnable=0x1", MODPROBE))
+    assert ours.host.module_options["nvidia"]["NVreg_RegistryDwords"] == f"PowerMizerEnable=0x1;{FORCE_P2P}"
+
+
+def test_registry_keys_that_no_file_of_ours_can_hold_are_their_owners() -> None:
+    facts = with_dwords(hosts.WORKSTATION_4, "X={1}", "/etc/modprobe.d/a.conf")
+    decision = decide(facts)
+    assert not applied(decision, DWORDS)
+    assert "a file of ours cannot hold 'X={1}', which comes from /etc/modprobe.d/a.conf" in reason(decision, DWORDS)
+    host_files(decision.host, facts)
+
+
+def test_reasons_say_what_becomes_of_the_old_keys() -> None:
+    five = "ForceP2P=0x11;RMForceP2PType=1;RMPcieP2PType=2;GrdmaPciTopoCheckOverride=1;EnableResizableBar=1"
+    for file in (MODPROBE, OPERATORS):
+        assert "are live here and kept" in reason(decide(with_dwords(hosts.WORKSTATION_4, five, file)), DWORDS)
+    assert "are left out" in reason(decide(hosts.WORKSTATION_4), DWORDS)
+
+
+def test_a_host_without_a_boot_loader_of_ours_is_not_waited_for() -> None:
+    facts = replace(hosts.TURIN_DIRECT, boot_loader=None)
+    decision = decide(facts, None, Workload((0, 1), 2))
+    assert decision.host.kernel_arguments == ()
+    assert "neither grub nor systemd-boot" in reason(decision, "kernel_argument.iommu")
+    assert decision.host.environment["vllm"]["NCCL_P2P_DISABLE"] == "1"
+    live = replace(facts, command_line=("iommu=off", "pcie_aspm=off"), **NO_IOMMU)
+    assert decide(live).host.kernel_arguments == ("iommu=off", "pcie_aspm=off")
+    assert decide(live).host.environment["vllm"]["NCCL_P2P_LEVEL"] == "SYS"
+
+
+def test_the_driver_of_the_next_boot_decides_on_its_options() -> None:
+    for loaded, staged, force in (("580.95.05", "595.58.03", True), ("595.58.03", "580.95.05", False)):
+        facts = replace(hosts.TURIN_DIRECT, driver=Driver(loaded, True, on_disk=staged))
+        assert applied(decide(facts), DWORDS) is force
+
+
+def test_a_ring_is_for_switches_that_were_reported() -> None:
+    other = {address: replace(bridge, pci_id="10b5:8796") for address, bridge in hosts.ESC8000A.bridges.items()}
+    assert decide(replace(hosts.ESC8000A, bridges=other)).find("environment.NCCL_ALGO") is None
+
+
+@pytest.mark.parametrize("name", sorted(hosts.ALL))
+def test_what_a_reason_cites_is_in_the_evidence(name: str) -> None:
+    for one in decide(hosts.ALL[name]).settings:
+        evidence = " ".join(str(report) for report in (*one.supports, *one.against))
+        cited = re.findall(r"[\w.-]+/[\w./-]+(?:#\d+|\.(?:py|md|c))|Linux [\d.]+", one.reason)
+        assert not [source for source in cited if source not in evidence], one.key
