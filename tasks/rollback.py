@@ -59,7 +59,9 @@ def rollback(state: dict[str, Any], left: list[str], way: list[str]) -> None:
     try:
         digests = known_as(state)
     except ContractError as error:
-        raise PyinfraError(f"{host.name}: state {state['id']} cannot come back: {error}") from None
+        raise PyinfraError(
+            f"{host.name}: state {state['id']} cannot come back: {error}, or name another state (TO=...)"
+        ) from None
     deploy_lock(name="Hold the deploy lock")
     rollback_states.restorable(name="Look for its environments", record=state)
     kernels_restored(state)

@@ -79,14 +79,10 @@ def present_after(
 def before(present: Any, identities: Sequence[str]) -> list[str]:
     """The states that were in force before the present one, the last first.
 
-    identities: all on the host, newest first; they stand for what the version before this one did not write down.
+    identities: all that the host still has.
     """
-    if not isinstance(present, Mapping):
-        return []
-    if isinstance(present.get("before"), list):
-        return [one for one in present["before"] if one in identities]
-    now = present.get("id")
-    return list(identities[identities.index(now) + 1 :]) if now in identities else []
+    way = present.get("before") if isinstance(present, Mapping) else None
+    return [one for one in way if one in identities] if isinstance(way, list) else []
 
 
 def way_to(present: Any, identities: Sequence[str], identity: str, left: Sequence[str] = ()) -> list[str]:

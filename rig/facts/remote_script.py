@@ -396,11 +396,9 @@ def accepted() -> list[str]:
         try:
             with open(path) as stream:
                 told = json.load(stream)
-            # A version before this one wrote whether the last run was accepted, and no accepted_boot.
-            last = told.get("accepted") and told["since_boot"][0] == boot
-            if told.get("accepted_at") if path.startswith(RUNTIME) else last or told.get("accepted_boot") == boot:
+            if told.get("accepted_at") if path.startswith(RUNTIME) else told.get("accepted_boot") == boot:
                 found.add(path.split("/")[-2])
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError, AttributeError):
             continue
     return sorted(found)
 

@@ -93,8 +93,8 @@ class DrillBox:
     def proved(self) -> None:
         """Have both checkpoints recorded, as a deploy does."""
         for name in ("target", "drafter"):
-            spec: dict[str, Any] = {"name": name, "kind": name, "destination": f"{HOME}/{name}"}
-            spec["source"] = {"type": "local", "path": f"{HOME}/{name}"}
+            spec: dict[str, Any] = {"format": 1, "name": name, "role": name, "destination": f"{HOME}/{name}"}
+            spec["source"] = {"kind": "directory"}
             self.path(f"{HOME}/{name}.json").write_text(json.dumps(spec))
             command = f"{layout.RIGCTL} checkpoints adopt {name} --spec {HOME}/{name}.json"
             self.ssh(command)

@@ -104,14 +104,13 @@ def test_a_degenerate_model_is_not_accepted_and_both_verdicts_are_shown(box: Dri
     name, target, drafter = "drill-degenerate", f"{HOME}/degenerate", f"{HOME}/degenerate-drafter"
     specification = json.loads(box.path(f"{CONFIGURATIONS}/{NAME}.json").read_text())
     for kind, place in (("target", target), ("drafter", drafter)):
-        source = {"type": "local", "path": place}
-        spec = json.dumps({"name": f"drill-{kind}", "kind": kind, "destination": place, "source": source})
+        source = {"kind": "directory"}
+        content = {"format": 1, "name": f"drill-{kind}", "role": kind, "destination": place, "source": source}
         box.ssh(f"rm -rf {place}; rigctl tiny-kimi {kind}-degenerate {place}")
-        box.path(f"{HOME}/{kind}.json").write_text(spec)
+        box.path(f"{HOME}/{kind}.json").write_text(json.dumps(content))
         box.ssh(f"rigctl checkpoints adopt drill-{kind} --spec {HOME}/{kind}.json")
     used = {**specification["checkpoints"], "target": "drill-target", "drafter": "drill-drafter"}
-    content = json.dumps({**specification, "checkpoints": used})
-    texts = {f"{CONFIGURATIONS}/{name}.json": content}
+    texts = {f"{CONFIGURATIONS}/{name}.json": json.dumps({**specification, "checkpoints": used})}
     texts[f"{UNITS}/kimi-{name}.service"] = box.path(f"{UNITS}/kimi-{NAME}.service").read_text()
     for path, text in texts.items():
         moved = text.replace(specification["target_path"], target).replace(specification["drafter_path"], drafter)

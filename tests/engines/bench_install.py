@@ -78,10 +78,11 @@ class Bench:
         os.sync()
         patches = yaml.safe_load((ROOT / "inventory" / "releases.yaml").read_text())[release].get("patches")
         specification = {
+            "format": 1,
             "path": str(path),
             "python": PYTHON,
             "lock": str(self.lock(release)),
-            "series": str(ROOT / patches) if patches else None,
+            "patches": str(ROOT / patches) if patches else None,
             "cache": str(self.cache),
             "index": None,
         }

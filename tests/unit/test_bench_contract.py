@@ -20,17 +20,10 @@ from rigctl.contract.order import ContractError, Order
 from rigctl.contract.sweep import CellResult, HostFacts, Sweep, cell_file
 from rigctl.supervisor.engine_client import Engine
 from tests.unit.bench_results import made_result, made_round
-from tests.unit.test_bench_host import CELL_0, SWEEP_0, export, record, specification
+from tests.unit.test_bench_host import CELL, SWEEP, WRITTEN, export, record, specification
 
-FACTS_0: dict[str, Any] = {
-    "hardware": "8x X",
-    "driver": "580",
-    "kernel": "6.1",
-    "receipt": {"items": {}},
-    "models": {"/shared/kimi": {"layers": 61, "layer_ids": None}},
-}
-ORDERS: list[tuple[type[Order], dict[str, Any]]] = [(Sweep, SWEEP_0), (CellResult, CELL_0), (HostFacts, FACTS_0)]
-ORDERS += [(kind, kind.parse(document, "format 0").document()) for kind, document in ORDERS]
+FACTS: dict[str, Any] = json.loads((WRITTEN / "facts.json").read_text())
+ORDERS: list[tuple[type[Order], dict[str, Any]]] = [(Sweep, SWEEP), (CellResult, CELL), (HostFacts, FACTS)]
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -117,11 +110,11 @@ def pick(value: Any, path: tuple[Any, ...]) -> Any:
 
 @pytest.mark.parametrize("value", [-1.7e12, math.nan, math.inf, -1])
 def test_an_impossible_number_of_a_cell_is_refused_by_its_field(value: float) -> None:
-    numbers = [path for path in places(CELL_0) if type(pick(CELL_0, path)) in (int, float) and path[0] == "rounds"]
+    numbers = [path for path in places(CELL) if type(pick(CELL, path)) in (int, float) and path[0] == "rounds"]
     assert len(numbers) > 20
     for path in numbers:
         with pytest.raises(ContractError, match=str(path[-1])):
-            CellResult.parse(changed(CELL_0, path, put(value)), "cell")
+            CellResult.parse(changed(CELL, path, put(value)), "cell")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +130,7 @@ def test_an_impossible_number_of_a_cell_is_refused_by_its_field(value: float) ->
 )
 def test_a_cell_that_says_nothing_is_refused(path: tuple[Any, ...], value: Any, message: str) -> None:
     with pytest.raises(ContractError, match=message):
-        CellResult.parse(changed(CELL_0, path, put(value)), "cell")
+        CellResult.parse(changed(CELL, path, put(value)), "cell")
 
 
 @pytest.mark.parametrize(
@@ -148,19 +141,21 @@ def test_a_cell_that_says_nothing_is_refused(path: tuple[Any, ...], value: Any, 
         (("prompts", "mixed"), [], "mixed has no prompts"),
         (("prompts",), {}, "mixed has no prompts"),
         (("cells",), {"../a": ["n1"]}, "cells"),
-        (("settings", "warmup_most"), 0, "warmup.most: Input should be greater"),
+        (("warmup", "most"), 0, "warmup.most: Input should be greater"),
     ],
 )
 def test_a_sweep_that_contradicts_itself_is_refused(path: tuple[Any, ...], value: Any, message: str) -> None:
     with pytest.raises(ContractError, match=message) as caught:
-        Sweep.parse(changed(SWEEP_0, path, put(value)), "sweep.json")
+        Sweep.parse(changed(SWEEP, path, put(value)), "sweep.json")
     assert len(str(caught.value)) < 300, "it prints the whole order"
 
 
-def test_format_0_is_read_as_it_was_meant() -> None:
-    read = Sweep.parse(SWEEP_0, "sweep.json")
+def test_what_0_2_0_wrote_is_read_as_it_was_meant() -> None:
+    for kind, document in ORDERS:
+        assert kind.parse(document, "here").document() == document
+    read = Sweep.parse(SWEEP, "sweep.json")
     assert (read.rounds, read.warmup.least, read.warmup.most, read.warmup.tolerance) == (2, 1, 1, 0.1)
-    cell = CellResult.parse(CELL_0, "cell")
+    cell = CellResult.parse(CELL, "cell")
     assert (cell.generator, cell.rounds[0].counters.drafted) == ("aiperf 0.13.0", 300)
 
 
@@ -274,7 +269,7 @@ def test_metrics_that_cannot_be_are_named(text: str, monkeypatch: pytest.MonkeyP
 )
 def test_an_answer_that_does_not_count_is_a_failure(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "completion", lambda *_, **__: answer)
-    workload = Sweep.parse(SWEEP_0, "sweep").workloads[0]
+    workload = Sweep.parse(SWEEP, "sweep").workloads[0]
     with pytest.raises(load.LoadFailed, match=r"an answer without its number of tokens \(completion_tokens is"):
         load.warm(specification("vllm"), None, workload, ["x"], 1)
     with pytest.raises(load.LoadFailed, match=r"an answer without its number of tokens \(prompt_tokens is None"):
@@ -285,10 +280,10 @@ def test_an_answer_that_does_not_count_is_a_failure(answer: Any, monkeypatch: py
 
 
 def test_a_stored_cell_that_cannot_be_is_a_failed_one(tmp_path: Path) -> None:
-    (tmp_path / "sweep.json").write_text(json.dumps(SWEEP_0))
+    (tmp_path / "sweep.json").write_text(json.dumps(SWEEP))
     (tmp_path / "cells").mkdir()
-    wrong = changed(CELL_0, ("rounds", 0, "ttft_ms", "p50"), put(-1.7e12))
-    for (name, workload), cell in {("a", "n1"): CELL_0, ("a", "n4"): wrong, ("b", "n1"): CELL_0}.items():
+    wrong = changed(CELL, ("rounds", 0, "ttft_ms", "p50"), put(-1.7e12))
+    for (name, workload), cell in {("a", "n1"): CELL, ("a", "n4"): wrong, ("b", "n1"): CELL}.items():
         (tmp_path / cell_file(name, workload)).write_text(json.dumps({**cell, "workload": workload}))
     found = {(one.configuration, one.workload): one for one in sweep.results(tmp_path / "sweep.json")}
     assert {name: one.status for name, one in found.items()} == {

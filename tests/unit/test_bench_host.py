@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rig.catalog.entries import ROOT
 from rigctl.bench import load, profile, sweep
 from rigctl.bench.counters import Reading, window
 from rigctl.bench.host import shifted_drafter
@@ -42,40 +43,10 @@ WORKLOAD: dict[str, Any] = {
 }
 
 
-# What e91294b wrote: a sweep, and a measured cell of it.
-SWEEP_0: dict[str, Any] = {
-    "id": "test",
-    "generator": "/opt/aiperf",
-    "settings": {
-        "rounds": 2,
-        "warmup_least": 1,
-        "warmup_most": 1,
-        "tolerance": 0.1,
-        "request_seconds": 5,
-        "profile": False,
-    },
-    "workloads": [{**WORKLOAD, "id": "n1"}, {**WORKLOAD, "id": "n4"}],
-    "cells": {"a": ["n1", "n4"], "b": ["n1", "n4"]},
-    "prompts": {"mixed": ["one"]},
-}
-CELL_0: dict[str, Any] = {
-    "configuration": "a",
-    "workload": "n1",
-    "digest": "abc",
-    "at": "2026-11-29T12:00:00Z",
-    "status": "measured",
-    "cause": None,
-    "warmup_rounds": 1,
-    "warmup_stable": None,
-    "rounds": [
-        {
-            **made_round(60.0, counters={"drafts": 100, "drafted": 300, "accepted": 90}).model_dump(mode="json"),
-            "generator": "aiperf 0.13.0",
-        }
-    ],
-    "profile": {},
-    "order": 1,
-}
+# What 0.2.0 wrote: a sweep, and a measured cell of it.
+WRITTEN = ROOT / "tests/fixtures/feee0e5/bench"
+SWEEP: dict[str, Any] = json.loads((WRITTEN / "sweep.json").read_text())
+CELL: dict[str, Any] = json.loads((WRITTEN / "cell.json").read_text())
 
 
 def specification(engine: str, *, steps: int | None = None, name: str = "a") -> Specification:
@@ -233,7 +204,7 @@ def plan(tmp_path: Path) -> Path:
     generator.write_text("#!/bin/sh\n")
     generator.chmod(0o755)
     path = tmp_path / "sweep.json"
-    path.write_text(json.dumps({**SWEEP_0, "generator": str(generator)}))
+    path.write_text(json.dumps({**SWEEP, "generator": str(generator)}))
     return path
 
 
@@ -288,11 +259,11 @@ def test_impossible_round_fails_its_cell_by_name(box: Box, plan: Path) -> None:
 def test_cell_that_an_older_version_accepted_is_measured_again(box: Box, plan: Path) -> None:
     (plan.parent / "cells").mkdir()
     path = plan.parent / "cells" / "a+n1.json"
-    path.write_text(json.dumps(CELL_0))
-    (plan.parent / "cells" / "b+n4.json").write_text(json.dumps({**CELL_0, "configuration": "b", "rounds": []}))
+    path.write_text(json.dumps(CELL))
+    (plan.parent / "cells" / "b+n4.json").write_text(json.dumps({**CELL, "configuration": "b", "rounds": []}))
     sweep.run_sweep(plan)
     assert box.rounds == ["a+n4", "a+n4", "b+n1", "b+n1", "b+n4", "b+n4"]
-    assert json.loads(path.read_text()) == CELL_0
+    assert json.loads(path.read_text()) == CELL
 
 
 def test_configuration_that_does_not_start_is_tried_once(box: Box, plan: Path) -> None:
@@ -328,7 +299,7 @@ def test_progress_says_what_is_left(box: Box, plan: Path, capsys: pytest.Capture
 
 def test_wrong_sweep_is_refused(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text('{"id": "x"}')
-    with pytest.raises(ContractError, match=r"sweep\.json: not an order of format 0 \(KeyError\('settings'\)\)"):
+    with pytest.raises(ContractError, match=r"sweep\.json: format 0 is of an old version"):
         Sweep.read(tmp_path / "sweep.json")
 
 

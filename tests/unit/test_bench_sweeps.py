@@ -156,16 +156,25 @@ def test_cell_becomes_a_ledger_entry(plan: HostPlan, tmp_path: Path) -> None:
     derived = derive(plan, small(), ["vllm-eagle3-aq-medai"])
     sweep = host_sweep(derived.plan, "x", small(), derived.names)
     cell = {
+        "format": 1,
         "configuration": "vllm-eagle3-aq-medai",
         "workload": "mixed-t0-c0-n4",
         "digest": "abc",
         "at": "2026-11-29T12:00:00Z",
         "status": "failed",
         "cause": "the engine ended while it was measured",
+        "generator": None,
         "rounds": [],
     }
     models = {"/data/eagle3/aq-medai-k2-drafter": {"layer_ids": [2, 30, 58]}, "/shared/kimi-k2.5-int4": {"layers": 61}}
-    facts = {"hardware": "8x X", "driver": "580", "kernel": "6.1", "receipt": {"items": {}}, "models": models}
+    facts = {
+        "format": 1,
+        "hardware": "8x X",
+        "driver": "580",
+        "kernel": "6.1",
+        "receipt": {"items": {}},
+        "models": models,
+    }
     known = HostFacts.parse(facts, "facts")
     result = to_result(CellResult.parse(cell, "cell"), sweep, derived, "kimi-1", known)
     ledger.append(result, tmp_path)

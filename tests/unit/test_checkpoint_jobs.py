@@ -28,8 +28,8 @@ from rigctl.contract.manifest import Manifest
 from rigctl.contract.order import ContractError, Order
 from rigctl.contract.served_checkpoints import DrafterPairs
 
-# Written by the code of commit e91294b: orders of every kind of source, a staged checkpoint and one half way.
-OLD: dict[str, Any] = json.loads((ROOT / "tests/fixtures/e91294b/checkpoints/orders.json").read_text())
+# Written by the code of 0.2.0, commit feee0e5: orders of every kind of source, a staged checkpoint and one half way.
+OLD: dict[str, Any] = json.loads((ROOT / "tests/fixtures/feee0e5/checkpoints/orders.json").read_text())
 ENTRIES = sorted(OLD["entries"])
 
 
@@ -50,11 +50,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostPlan]:
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_an_order_of_the_previous_version_says_what_this_version_would_order(host: HostPlan, name: str) -> None:
-    old = CheckpointJob.parse_text(OLD["entries"][name]["order"], name).document()
-    new = checkpoint_orders.order(host, name).document()
-    if name == "hub-unpinned":
-        assert old["source"]["kind"] == "directory"
-    assert old == new
+    old = OLD["entries"][name]["order"]
+    assert CheckpointJob.parse_text(old, name).text() == checkpoint_orders.order(host, name).text() == old
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -226,17 +223,6 @@ def test_a_changed_order_is_refused_by_field_path_or_taken_as_it_stands(
     else:
         if given.get("format") == model.FORMAT:
             assert taken(found.document(), given), given
-
-
-@given(st.data(), st.sampled_from(ENTRIES))
-@settings(max_examples=100, deadline=None)
-def test_a_changed_order_of_the_previous_version_ends_in_no_traceback(data: st.DataObject, name: str) -> None:
-    old = json.loads(OLD["entries"][name]["order"])
-    given, _ = data.draw(st.composite(lambda draw: changed(old, draw))())
-    try:
-        CheckpointJob.parse_text(json.dumps(given), "here")
-    except ContractError as error:
-        assert str(error).startswith("here: ")
 
 
 @given(VALUES | st.lists(VALUES))

@@ -1,6 +1,6 @@
-"""Orders `kernel job` and `environment build`: what e91294b wrote stays readable and means the same; no fault passes.
+"""Orders `kernel job` and `environment build`: what 0.2.0 wrote stays readable and means the same; no fault passes.
 
-tests/fixtures/e91294b/kernels was written by the code of that commit.
+tests/fixtures/feee0e5/kernels was written by the code of that commit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rigctl.contract.order import ContractError, Order
 from rigctl.kernel import build, toolchain
 from tests.unit.test_engines_and_units import data
 
-FIXTURES = ROOT / "tests/fixtures/e91294b/kernels"
+FIXTURES = ROOT / "tests/fixtures/feee0e5/kernels"
 STATE: dict[str, Any] = json.loads((FIXTURES / "state.json").read_text())
 BUILDS: dict[str, dict[str, Any]] = json.loads((FIXTURES / "environment-builds.json").read_text())
 RELEASES = sorted(STATE["kernels"])
@@ -41,8 +41,8 @@ def old_job(release: str) -> KernelJob:
 def test_an_old_order_has_its_digest_in_every_format(release: str) -> None:
     job = old_job(release)
     assert job.digest == STATE["kernels"][release]["digest"]
-    assert KernelJob.parse_text(job.text(), "again") == KernelJob(**dict(job) | {"format": 1})
-    assert KernelJob.parse_text(job.text(), "again").digest == job.digest
+    assert KernelJob.parse_text(job.text(), "again") == job
+    assert job.text() == (FIXTURES / f"{release}.json").read_text()
 
 
 def test_what_a_later_format_added_counts_once_it_is_set() -> None:
@@ -75,7 +75,7 @@ def test_this_version_orders_what_the_old_one_did(release: str, plan: HostPlan) 
     # Their path names the lock of the tools, which may have changed since.
     same_tools = job.model_copy(update={"toolchain": old.toolchain})
     assert same_tools.digest == old.digest
-    assert same_tools.model_copy(update={"memory_limit": old.memory_limit, "format": 1}) == old
+    assert same_tools.text() == old.text()
     wanted = environment_build(plan.environments[release], "/opt/kimi-rig/env/.cache", None)
     assert (wanted.path, wanted.lock, wanted.patches) == (old.engine.path, old.engine.lock, old.engine.patches)
 
@@ -100,9 +100,7 @@ def test_a_wheel_that_the_old_version_built_is_found_in_the_store(tmp_path: Path
 def test_an_old_order_for_an_environment_is_readable(name: str) -> None:
     old = BUILDS[name]
     order = EnvironmentBuild.parse(old, name)
-    again = order.document()
-    assert again.pop("format") == 1 and again.pop("patches") == old["series"]
-    assert again == {key: value for key, value in old.items() if key != "series"}
+    assert order.document() == old
 
 
 # Faults
@@ -110,26 +108,10 @@ def test_an_old_order_for_an_environment_is_readable(name: str) -> None:
 Path_ = tuple[str | int, ...]
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=4)
-NEW: tuple[tuple[type[Order], dict[str, Any]], ...] = (
-    *((KernelJob, old_job(release).document()) for release in RELEASES),
-    *((EnvironmentBuild, EnvironmentBuild.parse(old, "old").document()) for old in BUILDS.values()),
-)
-OLD: tuple[tuple[type[Order], dict[str, Any]], ...] = (
+ORDERS: tuple[tuple[type[Order], dict[str, Any]], ...] = (
     *((KernelJob, json.loads((FIXTURES / f"{release}.json").read_text())) for release in RELEASES),
     *((EnvironmentBuild, old) for old in BUILDS.values()),
 )
-# Where format 1 has what format 0 said; None: it says so no more, since `package` does.
-MOVED: dict[str, Path_ | None] = {
-    "name": None,
-    "environment": ("engine", "path"),
-    "python": ("engine", "python"),
-    "lock": ("engine", "lock"),
-    "series": ("engine", "patches"),
-    "variables": ("environment",),
-    "memory": ("memory_mib",),
-    "minimum_disk": ("minimum_disk_mib",),
-    "shared": ("kernel_store",),
-}
 
 
 def places(value: Any, path: Path_ = ()) -> Iterator[Path_]:
@@ -172,7 +154,7 @@ def within(small: Any, large: Any) -> bool:
 
 
 @settings(deadline=None)
-@given(mutated(NEW))
+@given(mutated(ORDERS))
 def test_a_changed_order_is_read_as_it_stands_or_refused_by_its_field(change: tuple[type[Order], Any, str]) -> None:
     model, document, key = change
     try:
@@ -182,23 +164,6 @@ def test_a_changed_order_is_read_as_it_stands_or_refused_by_its_field(change: tu
         assert str(error).startswith("ORDER") and (shown or "there is no such key") in str(error)
     else:
         assert within(document, order.document())
-
-
-@settings(deadline=None)
-@given(mutated(OLD))
-def test_a_changed_order_of_format_0_means_the_same_or_is_refused(change: tuple[type[Order], Any, str]) -> None:
-    model, document, key = change
-    names = [key, *map(str, MOVED.get(key) or ()), "not an order of format 0", "there is no such key"]
-    names += ["patches"] if key == "series" else []
-    try:
-        found = model.parse(document, "ORDER").document()
-    except ContractError as error:
-        assert str(error).startswith("ORDER") and any(name in str(error) for name in names)
-    else:
-        for name, value in ((name, value) for name, value in document.items() if name != "format"):
-            path = (("patches",) if name == "series" else (name,)) if model is EnvironmentBuild else None
-            place = path or MOVED.get(name, (name,))
-            assert place is None or within(value, at(found, place)), name
 
 
 def test_what_lies_on_a_host_may_be_anything(tmp_path: Path) -> None:

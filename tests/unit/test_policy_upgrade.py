@@ -124,8 +124,8 @@ def test_the_facts_know_who_was_accepted_on_this_boot(tmp_path: Path, monkeypatc
     states = "var/lib/kimi-rig/serving"
     places.write("run/kimi-rig/runs/started.json", json.dumps({"accepted_at": 1}))
     places.write("run/kimi-rig/loads/started.json", json.dumps({"accepted_at": None}))
-    places.write(f"{states}/crashed/ended.json", json.dumps({"accepted": True, "since_boot": [boot, 1.0]}))
-    places.write(f"{states}/other-boot/ended.json", json.dumps({"accepted": True, "since_boot": ["x", 1.0]}))
+    places.write(f"{states}/crashed/ended.json", json.dumps({"accepted_boot": boot}))
+    places.write(f"{states}/other-boot/ended.json", json.dumps({"accepted_boot": "x"}))
     # It worked once on this boot; its last start failed.
     failed = {"accepted": False, "since_boot": [boot, 9.0], "accepted_boot": boot}
     places.write(f"{states}/failed-since/ended.json", json.dumps(failed))

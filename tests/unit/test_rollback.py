@@ -34,7 +34,7 @@ from tests.support.plans import box_plan
 from tests.unit.test_operations import apply
 
 STAMP = "kimi-rig.json"
-PRESENT = {"id": "b" * 12, "rolled_back_from": ["c" * 12], "at": "today", "by": "me@here"}
+PRESENT = {"id": "b" * 12, "rolled_back_from": ["c" * 12], "before": ["a" * 12], "at": "today", "by": "me@here"}
 IDS = ["c" * 12, "b" * 12, "a" * 12]
 
 
@@ -52,7 +52,7 @@ def test_a_state_holds_environments_units_and_flags_together() -> None:
 
 
 def test_which_state_a_rollback_chooses() -> None:
-    assert target({"id": IDS[0]}, IDS, None) == IDS[1]
+    assert target({"id": IDS[0], "before": ["gone", IDS[1]]}, IDS, None) == IDS[1]
     assert target(PRESENT, IDS, None) == IDS[2], "a second rollback goes one further back"
     assert target(PRESENT, IDS, IDS[0]) == IDS[0]
     assert left_behind(PRESENT, IDS, IDS[2]) == IDS[:2]
@@ -61,7 +61,8 @@ def test_which_state_a_rollback_chooses() -> None:
     assert left_behind({"id": IDS[1]}, IDS, IDS[2]) == [IDS[1]], "a damaged file is no traceback"
     for present, ids, to, words in (
         (None, [], None, "no deploy has recorded"),
-        ({"id": IDS[2]}, IDS, None, f"no state before {IDS[2]}"),
+        ({"id": IDS[2], "before": []}, IDS, None, f"no state before {IDS[2]}"),
+        ({"id": IDS[0], "before": "damaged"}, IDS, None, f"no state before {IDS[0]}"),
         (PRESENT, IDS, "d" * 12, f"newest first: {', '.join(IDS)}"),
     ):
         with pytest.raises(NoState, match=words):

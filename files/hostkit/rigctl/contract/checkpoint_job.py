@@ -1,12 +1,11 @@
 """The order for one checkpoint (/etc/kimi-rig/checkpoints/<name>.json): what shall lie where, and how it gets there."""
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
 from rigctl.contract.fields import Count, HostPath, Positive, Sha256, Text
-from rigctl.contract.order import Document, Order, Part, extended, renamed
+from rigctl.contract.order import Order, Part
 from rigctl.contract.sources import GeneratorSource, HttpSource, HubSource, Source
 
 Role = Literal["target", "drafter"]
@@ -29,39 +28,11 @@ class Secret(Part):
         return self
 
 
-def _from_format_0(old: Document) -> Document:
-    """Format 0 said `kind` for role and `type` for kind; patterns lay in the job, secrets in its source."""
-    job = renamed(old, {"kind": "role"})
-    if {job.pop("owner", None), job.pop("group", None)} != {None}:
-        raise ValueError("owner and group: what is staged is root's, and readable by all")
-    source = renamed(job["source"], {"type": "kind"})
-    if source["kind"] == "generator":
-        command, generator, place = source.pop("arguments")
-        if (command, place) != ("tiny-kimi", "{directory}"):
-            raise ValueError(f"source.arguments: {command!r} makes no checkpoint")
-        source = extended(source, generator=generator)
-        job = extended(job, generator_revision=source.pop("revision", None))
-    elif source["kind"] == "local" and source["path"] == job["destination"]:
-        source["kind"] = "directory"
-        del source["path"]
-    if "token" in source:
-        job = extended(job, token=source.pop("token"))
-    if (identity := source.pop("identity", None)) is not None:
-        source = extended(source, identity_file=identity["file"])
-    for patterns in ("include", "exclude"):
-        if (found := job.pop(patterns, [])) != []:  # an empty list of `include` meant every file
-            source = extended(source, **{patterns: found})
-    return {**job, "source": source}
-
-
 class CheckpointJob(Order):
     """Bring one checkpoint to its destination. Durations are seconds, sizes bytes, rates bytes a second.
 
     How it gets there is its source's kind: it is fetched, generated, or adopted where it lies.
     """
-
-    FORMAT: ClassVar[int] = 1
-    upgrades: ClassVar[Mapping[int, Callable[[Document], Document]]] = {0: _from_format_0}
 
     name: CheckpointName
     role: Role = "target"

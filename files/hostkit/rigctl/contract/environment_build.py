@@ -1,10 +1,7 @@
 """The order `environment build`: which virtual environment is made, and from what."""
 
-from collections.abc import Callable, Mapping
-from typing import ClassVar
-
 from rigctl.contract.fields import Place, PythonVersion, Remote, Text
-from rigctl.contract.order import Document, Order, Part, renamed
+from rigctl.contract.order import Order, Part
 
 
 class Index(Part):
@@ -26,14 +23,8 @@ class Environment(Part):
     patches: Place | None = None
 
 
-def _from_format_0(old: Document) -> Document:
-    return renamed(old, {"series": "patches"})
-
-
 class EnvironmentBuild(Environment, Order):
     """cache: uv's, on the same file system. wheels: directory that has every wheel of the lock; no index is asked."""
-
-    upgrades: ClassVar[Mapping[int, Callable[[Document], Document]]] = {0: _from_format_0}
 
     cache: Place
     index: Index | None = None

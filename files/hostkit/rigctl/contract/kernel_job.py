@@ -2,14 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
 from rigctl.contract.environment_build import Environment
 from rigctl.contract.fields import Commit, Distribution, Dotted, Package, Place, Remote, Text, Variable
-from rigctl.contract.order import Document, Order, Part, renamed
+from rigctl.contract.order import Order, Part
 
 Below = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*(/\w[\w.-]*)*$")]
 Dependency = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")]
@@ -97,7 +96,7 @@ class KernelTools(Part):
     cuda_home: Place | None = None
 
 
-# Format 0 named `environment` and `python` what `engine` has now, and the library's own settings by shorter words.
+# Words of the digest that are not those of the order: version 0.1.0 had them in its orders.
 RENAMED = {
     "variables": "environment",
     "memory": "memory_mib",
@@ -107,17 +106,8 @@ RENAMED = {
 ENGINE = {"environment": "path", "python": "python", "lock": "lock", "series": "patches"}
 
 
-def _from_format_0(old: Document) -> Document:
-    if old["name"] != old["package"] or "engine" in old:
-        raise ValueError("name, package or engine")
-    rest = {key: value for key, value in old.items() if key not in {"name", *ENGINE}}
-    return {**renamed(rest, RENAMED), "engine": {new: old[key] for key, new in ENGINE.items()}}
-
-
 class KernelJob(KernelLibrary, Order):
     """What `rigctl kernel` works from: the library and where things are on the host."""
-
-    upgrades: ClassVar[Mapping[int, Callable[[Document], Document]]] = {0: _from_format_0}
 
     engine: Environment
     """Environment of the release: the library is built against its torch and installed into it."""
@@ -135,7 +125,8 @@ class KernelJob(KernelLibrary, Order):
     def digest(self) -> str:
         """Of what is ordered, whatever words the format has for it.
 
-        Receipts, recorded states and names of build units hold it: it is taken over format 0's keys for ever. What was
+        Receipts, recorded states and names of build units hold it, and another one means hours of building: it is
+        taken over the words of version 0.1.0 for ever. What was
         added later counts once it is set; memory_limit and unused_dependencies say nothing of the library.
         """
         now = self.model_dump(mode="json", exclude={"format", "engine", "memory_limit", "unused_dependencies"})

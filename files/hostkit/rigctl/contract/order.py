@@ -153,13 +153,6 @@ class Order(Part):
         return json.dumps(self.document(), indent=1, sort_keys=True) + "\n"
 
 
-def renamed(old: Document, words: Mapping[str, str]) -> Document:
-    """A document with other words for some of its keys. Raises ValueError where it has one of the new words already."""
-    if foreign := sorted(set(words.values()) & old.keys()):
-        raise ValueError(f"{', '.join(foreign)} is of a later format")
-    return {words.get(key, key): value for key, value in old.items()}
-
-
 def extended(old: Document, **new: Any) -> Document:
     """A document with further keys, for an upgrade. Raises ValueError where it has one of them: it is no older one."""
     if foreign := sorted(old.keys() & new.keys()):

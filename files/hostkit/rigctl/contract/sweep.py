@@ -4,13 +4,13 @@ The catalogue (inventory/benchmark.yaml) and the ledger use the same parts, so a
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rigctl.contract.fields import Positive
-from rigctl.contract.order import Document, Order, Part
+from rigctl.contract.order import Order, Part
 
 SYNTHETIC = "synthetic"
 """The prompt set that is made on the host."""
@@ -21,7 +21,6 @@ Context = Annotated[int, Field(ge=0)]
 OutputTokens = Annotated[int, Field(ge=2)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(gt=0, le=1)]
-Upgrade = Callable[[Document], Document]
 
 
 class Load(Part):
@@ -70,20 +69,8 @@ class Measuring(Part):
     """Before its first cell, start each configuration with its files cold and warm in the page cache."""
 
 
-def _sweep_of_format_0(document: Document) -> Document:
-    settings = dict(document["settings"])
-    names = {"least": "warmup_least", "most": "warmup_most", "tolerance": "tolerance"}
-    warmup = {key: settings.pop(name) for key, name in names.items()}
-    others = {key: value for key, value in document.items() if key != "settings"}
-    if both := others.keys() & {"warmup", *settings}:
-        raise ValueError(f"{', '.join(sorted(both))}: of a later format, or twice")
-    return {**others, **settings, "warmup": warmup, "load_time": False}
-
-
 class Sweep(Order, Measuring):
     """Every configuration under every workload that is listed for it."""
-
-    upgrades: ClassVar[Mapping[int, Upgrade]] = {0: _sweep_of_format_0}
 
     id: Name
     generator: str
@@ -220,16 +207,8 @@ def _numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
         yield path, value
 
 
-def _cell_of_format_0(document: Document) -> Document:
-    generators = sorted({measured["generator"] for measured in document["rounds"]})
-    rounds = [{key: value for key, value in one.items() if key != "generator"} for one in document["rounds"]]
-    return {**document, "generator": ", ".join(generators) or None, "rounds": rounds}
-
-
 class CellResult(Order):
     """One cell as the host measured it, or the reason why it failed."""
-
-    upgrades: ClassVar[Mapping[int, Upgrade]] = {0: _cell_of_format_0}
 
     configuration: Name
     workload: Name
@@ -269,8 +248,6 @@ class ModelFacts(Part):
 
 class HostFacts(Order):
     """What a result needs to know of its host."""
-
-    upgrades: ClassVar[Mapping[int, Upgrade]] = {0: dict}
 
     hardware: str
     driver: str | None

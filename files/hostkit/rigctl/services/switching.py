@@ -124,9 +124,7 @@ def fall_back(failed: Specification) -> int:
     end = read_object(failed.state / "ended.json") or {}
     last = read_object(FALLBACK) or {}
     accepted = (read_object(failed.state / "accepted.json") or {}).get("at", 0)
-    # Of a version before this one: a name, and one time for both.
-    went_back = [last["to"]] if isinstance(last.get("to"), str) else last.get("to") or []
-    began = last.get("began", last.get("at", 0))
+    went_back, began = last.get("to") or [], last.get("began", 0)
     back: list[Specification] = []
     if failed.name in went_back and accepted < began and not end.get("accepted"):
         text = f"{failed.name}, to which it had gone back, is not accepted either: it stays down"
