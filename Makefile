@@ -20,7 +20,7 @@ override export REF := $(value REF)
 override export HOSTS := $(value HOSTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain pin reboot status uninstall bench tour diff check test test-drill test-kernel test-engines test-bench test-staging test-upgrade release-add lock schemas format
+.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain pin reboot status uninstall bench tour diff check test test-drill test-kernel test-engines test-bench test-staging test-upgrade test-breaker release-add lock schemas format
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,6 +111,9 @@ test-drill: supported .venv/ready ## faults of units, adoption and interrupted d
 
 test-upgrade: supported .venv/ready ## the previous version serves, this one deploys over it, a rollback starts (15 minutes)
 	@$(BIN)/python -m pytest -q -x tests/upgrade
+
+test-breaker: supported .venv/ready ## what a hostile package, engine or build script can do on a host, in a box (10 minutes)
+	@$(BIN)/python -m pytest -q tests/breaker
 
 test-engines: .venv/ready ## the real CUDA wheels, patched and asked, without a GPU (25 GB, half an hour)
 	@$(BIN)/python -m pytest -q tests/engines

@@ -9,7 +9,7 @@ from rig.operations import receipt, rollback_states
 from rig.operations.base_paths import SYSUSERS, base_paths
 from rig.operations.deploy_lock import deploy_lock
 from rig.operations.files import present, secret
-from rig.operations.system import packages, system_user
+from rig.operations.system import packages, system_users
 from rig.plan.current import current_plan, operator_secret
 from rig.plan.host_plan import HostPlan
 from rigctl.contract import layout
@@ -28,7 +28,8 @@ def base(plan: HostPlan) -> None:
     rollback_states.wanted(name="Respect a rollback", record=state, roll_forward=again)
     packages(name="Install packages", names=plan.packages)
     present(name="Make directories", entries=base_paths(plan))
-    system_user(name=f"Create user {plan.data.service_user}", user=plan.data.service_user, declaration=SYSUSERS)
+    users = [plan.data.service_user, layout.BUILDER]
+    system_users(name=f"Create users {' and '.join(users)}", users=users, declaration=SYSUSERS)
     secrets = {"api-key": plan.data.api_key_file, "hub-token": plan.data.hub_token_file}
     for what, file in secrets.items():
         if file is not None:

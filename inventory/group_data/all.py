@@ -27,7 +27,8 @@ accept_known_bad: list[str] = []
 roll_forward = "no"
 
 # Where kernel wheels are looked for before they are built, and put once they are: a directory that hosts share, or
-# HOST:DIRECTORY, reached by rsync over SSH. None: each host builds its own.
+# HOST:DIRECTORY, reached by rsync over SSH. A wheel is taken only if shared_wheels of the release's kernel names its
+# sha256. None: each host builds its own.
 kernel_store = None
 
 # --- Serving ---------------------------------------------------------------------------------------------------------

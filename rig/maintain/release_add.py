@@ -33,6 +33,7 @@ from rig.cli.arguments import Options, parse
 from rig.cli.converge import ended
 from rig.maintain.locks import LOCKS, LockError, Recipe, read_recipes, write_lock
 from rig.plan.command_lines import Locations, command_line
+from rigctl import builder
 from rigctl.contract.comparison import version_tuple
 from rigctl.contract.environment_build import EnvironmentBuild, Index
 from rigctl.engines import environment, probes
@@ -312,6 +313,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse("rig.maintain.release_add", __doc__, argv, OPTIONS)
     if not arguments.record and not (arguments.engine and arguments.version):
         arguments.error("name ENGINE and VERSION (make release-add ENGINE=vllm VERSION=0.34.0)")
+
+    # What is installed and asked here is run as whoever asks: on a machine of their own, which is no host.
+    builder.unconfined()
 
     def work() -> int:
         if arguments.record:

@@ -34,13 +34,17 @@ def packages(names: Sequence[str]) -> Commands:
 
 
 @operation()
-def system_user(user: str, declaration: str) -> Commands:
-    """A system user as declared in a sysusers.d file that is already on the host."""
-    there = host.get_fact(Lines, script=f"getent passwd {shlex.quote(user)}")
-    if not changes([] if there else [f"user {user} is missing"], f"user {user} exists"):
+def system_users(users: Sequence[str], declaration: str) -> Commands:
+    """System users as declared in a sysusers.d file that is already on the host."""
+    names = " ".join(map(shlex.quote, users))
+    there = {line.partition(":")[0] for line in host.get_fact(Lines, script=f"getent passwd {names}")}
+    missing = [user for user in users if user not in there]
+    if not changes([f"user {user} is missing" for user in missing], f"{', '.join(users)} exist"):
         return
-    group = f"getent group {shlex.quote(user)} >/dev/null || {{ {remember('group', user)}; }}"
-    yield script(remember("user", user), group, f"systemd-sysusers {shlex.quote(declaration)}")
+    groups = [
+        f"getent group {user} >/dev/null || {{ {remember('group', user)}; }}" for user in map(shlex.quote, missing)
+    ]
+    yield script(*(remember("user", user) for user in missing), *groups, f"systemd-sysusers {shlex.quote(declaration)}")
 
 
 @operation()

@@ -13,7 +13,7 @@ __all__ = ["bare_box"]
 # What each point undoes first, so that the interrupted deploy has that stage's work to do.
 LATE = f"rm -rf {layout.RECEIPT} {layout.UNITS}/kimi-*.service {layout.CONFIGURATIONS}/*"
 BASE = (
-    f"{LATE}; apt-get -qqy purge rsync >/dev/null; userdel kimi; "
+    f"{LATE}; apt-get -qqy purge rsync >/dev/null; userdel kimi; userdel kimi-build; "
     f"rm -f {layout.RIGCTL_LINK} /etc/sysusers.d/kimi-rig.conf"
 )
 HOSTKIT = f"{LATE}; rm -rf {layout.HOSTKIT}"

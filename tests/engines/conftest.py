@@ -17,11 +17,19 @@ from pathlib import Path
 
 import pytest
 
+from rigctl import builder
+
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "files" / "locks"
 PATCHES = ROOT / "files" / "patches"
 NEEDED_GB = 20
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def without_sandbox() -> None:
+    """There is no systemd here: engines are asked as whoever tests."""
+    builder.unconfined()
 
 
 class Engines:

@@ -30,8 +30,9 @@ DROPPED = {"9.0": "common_ops_sm100_build"}
 # `rigctl kernel` alone: other subcommands need packages that are not here.
 COMMAND = """
 import argparse, sys
-from rigctl import kernel
+from rigctl import builder, kernel
 from rigctl.errors import RigctlError
+builder.unconfined()  # a machine that is thrown away
 parser = argparse.ArgumentParser()
 kernel.register(parser.add_subparsers())
 arguments = parser.parse_args()

@@ -125,8 +125,9 @@ def detached(arguments: Sequence[str], log: Path) -> int:
 
 
 def systemd_run(arguments: list[str]) -> int:
-    """`systemd-run --unit=... --property=... --setenv=... -- COMMAND`: started, not waited for."""
+    """`systemd-run --unit=... --property=... --setenv=... -- COMMAND`: a job, or with --wait a command as its user."""
     unit, environment, files = f"run-{uuid.uuid4().hex[:8]}", {}, []
+    user, waits = None, "--wait" in arguments[: arguments.index("--")]
     command = list(arguments)
     while command and command[0].startswith("-"):
         option = command.pop(0)
@@ -138,6 +139,8 @@ def systemd_run(arguments: list[str]) -> int:
         elif key == "--setenv":
             name, _, content = value.partition("=")
             environment[name] = content
+        elif key == "--property" and value.startswith("User="):
+            user = value.partition("=")[2]
         elif key == "--property" and value.startswith("EnvironmentFile="):
             files.append(value.partition("=")[2].removeprefix("-"))
     unit = full_name(unit)
@@ -148,7 +151,11 @@ def systemd_run(arguments: list[str]) -> int:
             for line in Path(file).read_text().splitlines():
                 name, equals, content = line.partition("=")
                 if equals:
-                    environment.setdefault(name, content.strip('"'))
+                    environment.setdefault(name, re.sub(r"\\(.)", r"\1", content.strip('"')))
+    if waits:
+        plain = [word.replace("$$", "$") for word in command]
+        done = subprocess.run(plain, env=environment, user=user, group=user, extra_groups=[], cwd="/tmp", check=False)
+        return done.returncode
     job = json.dumps({"unit": unit, "environment": environment, "command": command})
     write(unit, ActiveState="active", SubState="running", Result="success", InvocationID=uuid.uuid4().hex)
     detached([sys.executable, __file__, "job", job], log)

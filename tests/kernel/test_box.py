@@ -16,6 +16,7 @@ import pytest
 
 from rig.catalog.entries import ROOT
 from rigctl.contract import layout
+from tests.breaker import hostile
 from tests.kernel.conftest import HERE, OTHERS, TREES, dependencies
 from tests.sandbox.conftest import DeployBox, removed
 from tests.support.box import OVERLAY, RELEASE, overlay_with
@@ -162,6 +163,29 @@ def test_what_was_put_over_it_is_told_and_repaired(box: KernelBox) -> None:
     assert plan.returncode == 2 and "something put another rig-kernel over ours" in plan.stdout, plan.stdout
     assert box.verify().returncode == 1
     assert box.deploy().returncode == 0 and box.state()["state"] == "installed"
+
+
+def test_a_hostile_build_script_and_module_get_nowhere(box: KernelBox) -> None:
+    """CMake runs it, the wheel's module repeats it when it is imported: as the builder, and nothing of it is left."""
+    source = box.box.root / "srv" / "hostile"
+    shutil.copytree(HERE / "standin", source)
+    shutil.copy(hostile.__file__, source / "hostile.py")
+    lists = source / "kernels" / "CMakeLists.txt"
+    run = "/usr/bin/python3 /srv/hostile/hostile.py"
+    lists.write_text(lists.read_text() + f"execute_process(COMMAND {run})\n")
+    [module] = source.rglob("rig_kernel/__init__.py")
+    module.write_text(module.read_text() + f"\nimport subprocess\n\nsubprocess.run({run.split()})\n")
+    box.ssh("echo of-root > /root/secret")
+    box.describe(source={"kind": "directory", "path": "/srv/hostile"})
+    deploy = box.deploy()
+    log = box.ssh("cat /opt/kimi-rig/env/kernels/work/rig-kernel/*/build.log", check=False).stdout
+    assert deploy.returncode == 0, deploy.stdout + deploy.stderr + log
+    assert not box.ssh(f"pgrep -u {layout.BUILDER} -a", check=False).stdout
+    planted = "find / -xdev -name planted -o -xdev -user kimi-build -perm /6000"
+    assert not box.ssh(f"{planted} 2>/dev/null; ls /dev/shm", check=False).stdout.strip()
+    assert box.ssh(f"find /opt/kimi-rig/env/{RELEASE} /opt/kimi-rig/env/kernels/store ! -user root").stdout == ""
+    box.describe(source={"kind": "directory", "path": "/srv/standin"})
+    assert box.deploy().returncode == 0
 
 
 def test_uninstall_takes_it_all_away(box: KernelBox) -> None:

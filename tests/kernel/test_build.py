@@ -11,7 +11,7 @@ import pytest
 
 from rigctl.engines.installed import distributions, site_packages
 from rigctl.errors import RigctlError
-from rigctl.kernel import store, toolchain
+from rigctl.kernel import build, store, toolchain
 from tests.kernel.conftest import PYTHON, Bench
 
 
@@ -89,14 +89,15 @@ def test_a_wheel_for_other_cards_is_not_installed(bench: Bench) -> None:
     """The proof reads the wheel: one that was built for 8.0 is refused for a card of 12.0, and says what it holds."""
     bench.small()
     bench.changes["architectures"] = ["8.0"]
-    stored = bench.builder().run(2)
+    stored = bench.built(2)
     assert stored.receipt["cubins"] == {"rig_kernel/libflash_ops.so": {"sm_80": 2}}
     bench.changes["architectures"] = ["12.0"]
     wanted = bench.builder()
     with pytest.raises(RigctlError, match=r"not for 120a alone .*libflash_ops.so holds 2 x sm_80; sm_80 is not wanted"):
-        wanted.prove(stored.wheel)
+        build.prove(bench.spec, stored.wheel, wanted.chain, wanted.inputs.values["architectures"])
     bench.changes["kernel_store"] = str(bench.root / "shared")
     foreign = store.put(bench.spec, wanted.inputs.digest, stored.wheel, {"host": "another"})
+    bench.changes["shared_wheels"] = [foreign.receipt["sha256"]]
     store.publish(bench.spec, foreign)
     shutil.rmtree(store.folder(bench.spec, wanted.inputs.digest))
     said = bench.rigctl(code=1)
@@ -113,9 +114,10 @@ def test_a_target_that_is_not_there_is_named(bench: Bench) -> None:
 def test_another_host_takes_the_wheel(bench: Bench, tmp_path: Path) -> None:
     bench.changes["kernel_store"] = str(tmp_path / "shared")
     bench.rigctl()
+    bench.changes["shared_wheels"] = [bench.receipt()["sha256"]]
     shutil.rmtree(bench.root / "kernels" / "store")
     said = bench.rigctl()
-    assert "was built by" in said and "building" not in said
+    assert "was fetched from" in said and "building" not in said
     assert bench.state()["state"] == "installed" and bench.receipt()["fetched_from"] == str(tmp_path / "shared")
 
 
@@ -136,7 +138,7 @@ def test_a_git_source_of_the_real_layout(bench: Bench, tmp_path: Path) -> None:
         "source": {"kind": "git", "url": str(bench.source), "commit": head.stdout.strip()},
         "patches": str(series),
     }
-    stored = bench.builder().run(2)
+    stored = bench.built(2)
     assert stored.receipt["inputs"]["source"] == f"git:{head.stdout.strip()}"
     assert stored.receipt["cubins"] == {"rig_kernel/libflash_ops.so": {"sm_120a": 2}}
 

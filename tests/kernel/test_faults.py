@@ -19,18 +19,11 @@ import pytest
 from rig.catalog.entries import ROOT
 from rigctl.engines import drift
 from rigctl.engines.installed import distributions, site_packages
-from tests.kernel.conftest import UV, Bench, kill_tree, run, until
+from tests.kernel.conftest import HERE, UV, Bench, kill_tree, run, until
 
 # The largest file takes about 1.6 GiB.
+STORED = HERE / "stored.py"
 LESS = {"CUDAFLAGS": "-DHEAVY_PERCENT=60"}
-BUILD = """
-import sys
-from rigctl.kernel import build, commands, toolchain
-wanted = commands.read_job(sys.argv[1])
-toolchain.provide(wanted)
-chain = toolchain.examine(wanted)
-build.Build(wanted, chain, build.gather(wanted, chain)).run(int(sys.argv[2]))
-"""
 
 
 def in_group(bench: Bench, group: Path, jobs: int) -> tuple[int, str]:
@@ -38,9 +31,9 @@ def in_group(bench: Bench, group: Path, jobs: int) -> tuple[int, str]:
     bench.changes["environment"] = {**bench.changes.get("environment", {}), "CCACHE_DISABLE": "1"}
     file = bench.root / "rig-kernel.json"
     file.write_text(json.dumps(bench.content()))
-    script = f'echo $$ > {group}/cgroup.procs; exec {sys.executable} -c "$0" {file} {jobs}'
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "files/hostkit"), "PYTHONUNBUFFERED": "1"}
-    done = subprocess.run(["sh", "-c", script, BUILD], env=environment, capture_output=True, text=True, check=False)
+    script = f"echo $$ > {group}/cgroup.procs; exec {sys.executable} {STORED} {file} {jobs}"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}/files/hostkit:{ROOT}", "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -92,7 +85,7 @@ def test_a_full_disk_is_told_and_the_build_goes_on_after_it(bench: Bench, little
     assert bench.stored() == []
     filler.unlink()
     subprocess.run(["mount", "-o", "remount,size=256m", str(little_disk)], check=True)
-    assert bench.builder().run(1).receipt["cubins"]
+    assert bench.built(1).receipt["cubins"]
 
 
 def test_too_little_disk_is_told_before_anything_is_built(bench: Bench) -> None:
@@ -127,7 +120,7 @@ def test_a_source_edited_during_the_build_is_noticed(bench: Bench) -> None:
     rest, _ = process.communicate(timeout=300)
     assert process.returncode == 1, "".join(said) + rest
     assert "was edited while it was built; nothing was installed, deploy again" in rest and bench.stored() == []
-    assert bench.builder().run(1).receipt["cubins"], "the next build takes the new state"
+    assert bench.built(1).receipt["cubins"], "the next build takes the new state"
 
 
 def test_two_at_once_are_one_build(bench: Bench) -> None:

@@ -18,8 +18,9 @@ import pytest
 
 from rig.catalog.entries import ROOT
 from rigctl.kernel import install
-from tests.kernel.conftest import Bench, until
+from tests.kernel.conftest import HERE, Bench, until
 from tests.kernel.test_faults import in_group
+from tests.support.unconfined import RIGCTL
 
 MEMOS = "kernels/memos/rig-kernel"
 
@@ -142,14 +143,14 @@ def test_a_build_that_was_given_up_leaves_no_directory(bench: Bench) -> None:
     bench.small()
     given_up = bench.root / "kernels" / "work" / "rig-kernel" / ("0" * 16)
     given_up.mkdir(parents=True)
-    assert bench.builder().run(1).receipt["cubins"] and not given_up.exists()
+    assert bench.built(1).receipt["cubins"] and not given_up.exists()
 
 
 def test_the_script_that_renames_wheels_is_not_run_and_what_it_makes_is_the_same_version(
     bench: Bench, tmp_path: Path
 ) -> None:
     bench.small()
-    wheel = bench.builder().run(2).wheel
+    wheel = bench.built(2).wheel
     assert wheel.name == "rig_kernel-1.2.3-cp310-abi3-linux_x86_64.whl"
     (tmp_path / "dist").mkdir()
     (tmp_path / "dist" / wheel.name).hardlink_to(wheel)
@@ -199,12 +200,10 @@ def test_without_a_network_from_a_bundle_and_given_dependencies(bench: Bench) ->
     bench.builder()  # the toolchain is there; a host gets it from `wheels`
     file = bench.root / "rig-kernel.json"
     file.write_text(json.dumps(bench.content()))
-    done = offline(sys.executable, "-m", "rigctl", "kernel", "plan", str(file))
+    done = offline(*RIGCTL, "kernel", "plan", str(file))
     assert done.returncode == 0 and "packets out: 0" in done.stdout, done.stdout + done.stderr
     assert "files: 2 to compile" in done.stdout
-    code = "import sys; from rigctl.kernel import build, commands, toolchain; job = commands.read_job(sys.argv[1]); "
-    code += "chain = toolchain.examine(job); build.Build(job, chain, build.gather(job, chain)).run(2)"
-    done = offline(sys.executable, "-c", code, str(file))
+    done = offline(sys.executable, str(HERE / "stored.py"), str(file), "2")
     assert done.returncode == 0 and "packets out: 0" in done.stdout, done.stdout + done.stderr
     assert [wheel.name for wheel in bench.stored()] == ["rig_kernel-1.2.3-cp310-abi3-linux_x86_64.whl"]
 

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from rig.catalog.entries import catalogues_of
+from rigctl import builder
 from tests.support.plans import INVENTORY
+
+
+@pytest.fixture(scope="session", autouse=True)
+def without_sandbox() -> None:
+    """No systemd is needed here: what others wrote is small, and the tests' own."""
+    builder.unconfined()
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -20,12 +20,12 @@ from rigctl.engines import drift, patches
 from rigctl.engines.drift import LOCK, SERIES
 from rigctl.engines.environment import STAMP
 from rigctl.errors import RigctlError
+from tests.support.unconfined import CODE as RIGCTL
 from tests.unit.wheelhouse import lock_text, wheel
 
 pytestmark = pytest.mark.slow  # each test makes environments
 
 ROOT = Path(__file__).resolve().parents[2]
-RIGCTL = "import sys; from rigctl.cli import main; sys.exit(main(sys.argv[1:]))"
 PATCH = """What: another answer
 Why: for this test
 Upstream: none#1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import getpass
 import hashlib
 import json
 import struct
@@ -211,3 +212,14 @@ def test_the_stand_in_reads_our_units_as_systemd_does(tmp_path: Path, monkeypatc
     assert standin_systemd.words(found["Environment"]) == ["NAME=a value of 5%"]
     (tmp_path / "kimi-b@.service").write_text("ExecStart=/opt/rigctl fallback %i\n")
     assert dict(standin_systemd.unit_text("kimi-b@c.service"))["ExecStart"] == "/opt/rigctl fallback c"
+
+
+def test_the_stand_in_runs_a_builder_as_its_user_and_gives_back_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(standin_systemd, "STATE", tmp_path)
+    variables = tmp_path / "variables"
+    variables.write_text('A="x \\"y\\" \\$z"\nPATH="/usr/bin:/bin"\n')
+    options = [f"--property=EnvironmentFile={variables}", f"--property=User={getpass.getuser()}"]
+    code = standin_systemd.systemd_run(["--wait", "--pipe", *options, "--", "sh", "-c", 'echo "$$A"; exit 7'])
+    assert (code, capfd.readouterr().out) == (7, 'x "y" $z\n')

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from rig.host.settings import HostSettings
 from rig.operations.common import PLAN_LOG
 from rig.operations.kernel_wheels import kernel as kernel_operation
 from rig.plan.host_plan import HostData, HostPlan, _environment, host_plan, kernel_packages
-from rigctl import cli
+from rigctl import builder, cli
 from rigctl.contract import layout
 from rigctl.contract.kernel_job import KernelJob
 from rigctl.errors import RigctlError
@@ -485,9 +484,8 @@ def test_a_build_is_refused_beside_a_serving_engine(tmp_path: Path, monkeypatch:
     units = ("kimi-vllm-base.service", "kimi-job-kernel-x.service", "kimi-acs.service")
     program(tmp_path / "bin" / "systemctl", "\n".join(f"echo '{unit} loaded active running'" for unit in units))
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    chain = toolchain.Toolchain(tmp_path, tmp_path, tmp_path, {"torch": "2"})
     with pytest.raises(RigctlError, match=r"^kimi-vllm-base.service serves: a build would slow it down"):
-        commands._built(spec(tmp_path), chain, build.Inputs({}))
+        commands._built(spec(tmp_path), build.Inputs({}))
 
 
 # Progress
@@ -738,17 +736,60 @@ def test_the_store_keeps_whole_wheels_only(tmp_path: Path) -> None:
     assert store.put(wanted, digest, wheel(tmp_path), {"name": "rig-kernel"}) == store.find(wanted, digest)
 
 
-# `make check` asks for no packages; .ci/run installs rsync, so there it is never skipped.
-@pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
-def test_hosts_share_what_one_has_built(tmp_path: Path) -> None:
-    shared = str(tmp_path / "shared")
-    one, two = (spec(tmp_path / name, kernel_store=shared) for name in ("one", "two"))
-    assert store.fetch(one, "d" * 16) is None
+def test_of_a_shared_place_a_wheel_is_taken_by_the_digest_that_the_order_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A receipt beside it, with the right digest, is worth nothing: whoever changed the wheel changed it too."""
+    digest, shared = "d" * 16, tmp_path / "shared"
+    one = spec(tmp_path / "one", kernel_store=str(shared))
+    assert store.fetch(one, digest) is None
+    stored = store.put(one, digest, wheel(tmp_path), {"host": "one"})
+    store.publish(one, stored)
+    named = stored.receipt["sha256"]
+    assert f"shared_wheels: [{named}]" in capsys.readouterr().out
+    assert store.fetch(spec(tmp_path / "two", kernel_store=str(shared)), digest) is None
+    assert "nobody vouches for it. If a host of yours built it, name its sha256 in shared_wheels of the release's " in (
+        capsys.readouterr().out
+    )
+    two = spec(tmp_path / "two", kernel_store=str(shared), shared_wheels=[named])
+    assert (fetched := store.fetch(two, digest)) is not None and store.sha256(fetched.wheel) == named
+    [place] = shared.rglob("*.whl")
+    place.write_bytes(b"other bytes")
+    (place.parent / "receipt.json").write_text(json.dumps({**stored.receipt, "sha256": store.sha256(place)}))
+    assert store.fetch(two, digest) is None
+
+
+@pytest.mark.parametrize("how", ["link", "folder", "pipe", "huge"])
+def test_of_a_shared_place_only_files_are_read(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest, secret, place = "d" * 16, tmp_path / "secret", tmp_path / "shared" / "rig-kernel" / ("d" * 16)
+    secret.mkdir()
+    (secret / "x.whl").write_bytes(b"of root's alone")
+    place.parent.mkdir(parents=True)
+    if how == "folder":
+        place.symlink_to(secret)
+    else:
+        place.mkdir()
+    if how == "link":
+        (place / "x.whl").symlink_to(secret / "x.whl")
+    elif how == "pipe":
+        os.mkfifo(place / "x.whl")
+    elif how == "huge":
+        with (place / "x.whl").open("wb") as file:
+            file.truncate(builder.LARGEST + 1)
+    wanted = spec(tmp_path, kernel_store=str(tmp_path / "shared"), shared_wheels=[store.sha256(secret / "x.whl")])
+    with pytest.raises(RigctlError, match="it is not used"):
+        store.fetch(wanted, digest)
+    assert not list((wanted.root / "store").rglob("*"))
+
+
+def test_a_shared_place_is_written_without_following_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "rig-kernel").symlink_to(elsewhere)
+    one = spec(tmp_path / "one", kernel_store=str(tmp_path / "shared"))
     store.publish(one, store.put(one, "d" * 16, wheel(tmp_path), {"host": "one"}))
-    fetched = store.fetch(two, "d" * 16)
-    assert fetched is not None and fetched.receipt["host"] == "one"
-    next((tmp_path / "shared").rglob("*.whl")).write_bytes(b"other bytes")
-    assert store.fetch(two, "d" * 16) is None, "what is not as its receipt says is not taken"
+    assert not list(elsewhere.iterdir()) and "could not be written" in capsys.readouterr().out
 
 
 def test_the_wheel_must_be_the_version_that_the_engine_checks_for(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_an_old_order_has_its_digest_in_every_format(release: str) -> None:
 
 def test_what_a_later_format_added_counts_once_it_is_set() -> None:
     job = old_job("full")
-    said = {"memory_limit": "1G", "unused_dependencies": ["x"]}
+    said = {"memory_limit": "1G", "unused_dependencies": ["x"], "shared_wheels": ["0" * 64]}
     assert job.model_copy(update=said).digest == job.digest, "the library is the same"
     dependency = job.dependencies["repo-a"].model_copy(update={"nested": {"ext/x": Path("/srv/x")}})
     for more in ({"system_packages": ["libnuma-dev"]}, {"dependencies": {**job.dependencies, "repo-a": dependency}}):

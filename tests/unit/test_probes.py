@@ -66,7 +66,7 @@ def test_features_of_an_engine(env: Path) -> None:
     assert verdicts["reasoning_parser"] == {"ok": False, "detail": "KeyError: 'kimi_k2'"}
     assert not verdicts["eagle3_interface"]["ok"]
     assert "lacks set_embed_and_head (imported with a stand-in" in verdicts["eagle3_interface"]["detail"]
-    assert "rigctl-probe-" in verdicts["tool_parser"]["detail"], "the engine saw a real home directory"
+    assert "rigctl-builder-" in verdicts["tool_parser"]["detail"], "the engine saw a real home directory"
     assert not list(env.rglob("__pycache__")), "the probe wrote into the environment"
 
 

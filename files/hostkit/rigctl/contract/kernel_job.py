@@ -5,10 +5,11 @@ import json
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
+from typing_extensions import override
 
 from rigctl.contract.environment_build import Environment
-from rigctl.contract.fields import Commit, Distribution, Dotted, Package, Place, Remote, Text, Variable
-from rigctl.contract.order import Order, Part
+from rigctl.contract.fields import Commit, Distribution, Dotted, Package, Place, Remote, Sha256, Text, Variable
+from rigctl.contract.order import Document, Order, Part
 
 Below = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*(/\w[\w.-]*)*$")]
 Dependency = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$")]
@@ -80,6 +81,9 @@ class KernelLibrary(Part):
     while_serving: Literal["refuse", "share"] = "refuse"
     """Build beside a serving engine: not at all, or with a quarter of the cores."""
     minimum_disk_mib: Annotated[int, Field(ge=0)] = 8192
+    shared_wheels: list[Sha256] = []
+    """sha256 of wheels that may be taken from kernel_store: of those that a host of the operator's has built
+    (`rigctl kernel receipt`). Others that lie there are not used."""
 
     @model_validator(mode="after")
     def _source_is_named(self) -> Self:
@@ -103,6 +107,7 @@ RENAMED = {
     "minimum_disk": "minimum_disk_mib",
     "shared": "kernel_store",
 }
+NOT_OF_THE_LIBRARY = ("memory_limit", "unused_dependencies", "shared_wheels")
 ENGINE = {"environment": "path", "python": "python", "lock": "lock", "series": "patches"}
 
 
@@ -121,15 +126,21 @@ class KernelJob(KernelLibrary, Order):
     wheels: Place | None = None
     """Directory that has every wheel of the toolchain's lock; no index is asked then."""
 
+    @override
+    def document(self) -> Document:
+        """Of what is newer than 0.2.0, what is set: an order that says nothing new stays as that version wrote it."""
+        whole = super().document()
+        return whole if self.shared_wheels else {key: value for key, value in whole.items() if key != "shared_wheels"}
+
     @property
     def digest(self) -> str:
         """Of what is ordered, whatever words the format has for it.
 
         Receipts, recorded states and names of build units hold it, and another one means hours of building: it is
-        taken over the words of version 0.1.0 for ever. What was
-        added later counts once it is set; memory_limit and unused_dependencies say nothing of the library.
+        taken over the words of version 0.1.0 for ever. What was added later counts once it is set; NOT_OF_THE_LIBRARY
+        says nothing of it.
         """
-        now = self.model_dump(mode="json", exclude={"format", "engine", "memory_limit", "unused_dependencies"})
+        now = self.model_dump(mode="json", exclude={"format", "engine", *NOT_OF_THE_LIBRARY})
         for holder, key in ((now, "system_packages"), *((each, "nested") for each in now["dependencies"].values())):
             if not holder[key]:
                 del holder[key]

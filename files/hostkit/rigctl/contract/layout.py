@@ -8,6 +8,9 @@ HOSTKIT = f"{INSTALL}/hostkit"
 RIGCTL = f"{HOSTKIT}/current/bin/rigctl"
 RIGCTL_LINK = "/usr/local/bin/rigctl"
 
+BUILDER = "kimi-build"
+"""The system user that downloads, builds, and runs what others wrote; no engine serves as it."""
+
 ETC = "/etc/kimi-rig"
 CONFIGURATIONS = f"{ETC}/configurations"
 CREDENTIALS = f"{ETC}/credentials"

@@ -1,7 +1,8 @@
 """`rigctl environment build`: make one engine environment from its lock, whole or not at all.
 
 Environments do not move (scripts hold their path), so one is built in its final place and counts only once its stamp,
-written last, is there. A half-made one is made anew.
+written last, is there. A half-made one is made anew. The builder fetches and unpacks it (rigctl/builder.py); then it is
+made root's, patched and proved.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from rigctl import site_settings
+from rigctl import builder, site_settings
 from rigctl.contract.environment_build import EnvironmentBuild
 from rigctl.engines import drift, patches
 from rigctl.engines.installed import site_packages
@@ -24,6 +25,8 @@ from rigctl.errors import RigctlError
 from rigctl.whole_files import write_json
 
 STAMP = "kimi-rig.json"
+BUILDERS_CACHE = "builder"
+"""The builder's part of uv's cache: files that are root's by now are copied from it, others are linked."""
 BUILD_LOCK = ".lock"
 """Beside the environments of a release."""
 
@@ -40,7 +43,9 @@ def build(order: EnvironmentBuild) -> int:
     """Build the environment. Raises RigctlError with the installer's own words when it cannot be built."""
     path = order.path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / BUILD_LOCK).open("w") as lock:
+    cache = order.cache / BUILDERS_CACHE
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / BUILD_LOCK).open("w") as lock, (order.cache / BUILD_LOCK).open("w") as shared:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (path / STAMP).exists():
             print(f"{path} is complete")
@@ -49,6 +54,8 @@ def build(order: EnvironmentBuild) -> int:
             print(f"{path} is half-made: making it anew")
             shutil.rmtree(path)
         started = time.time()
+        # The files of an environment are those of the cache: while one is made root's, no other build writes them.
+        fcntl.flock(shared, fcntl.LOCK_EX)
         try:
             _install(order)
             _patch(order)
@@ -69,15 +76,21 @@ def build(order: EnvironmentBuild) -> int:
 
 def _install(order: EnvironmentBuild) -> None:
     uv = str(Path(sys.executable).parent / "uv")
-    interpreter = str(order.path / "bin" / "python")
+    system, interpreter = f"/usr/bin/python{order.python}", str(order.path / "bin" / "python")
+    for directory in (order.path, order.cache / BUILDERS_CACHE):
+        builder.handed_over(directory)
     print(f"making {order.path}", flush=True)
-    venv = [uv, "venv", "--quiet", "--python", f"/usr/bin/python{order.python}", str(order.path)]
+    venv = [uv, "venv", "--quiet", "--allow-existing", "--python", system, str(order.path)]
     _run(venv, order, f"a virtual environment of Python {order.python} could not be made")
     packages = f"{len(drift.read_lock(order.lock.read_text()))} packages of {order.lock.name}"
     print(f"installing {packages}", flush=True)
     sync = [uv, "pip", "sync", "--python", interpreter, "--require-hashes", "--link-mode", "hardlink"]
-    sync += ["--compile-bytecode", "--no-build", *_index_options(order), str(order.lock)]
+    sync += ["--no-build", *_index_options(order), str(order.lock)]
     _run(sync, order, f"the {packages} could not be installed")
+    # uv would compile with the environment's own Python, which runs what packages put into *.pth files.
+    compiling = [system, "-I", "-S", "-m", "compileall", "-q", "-j", "0", str(site_packages(order.path))]
+    _run(compiling, order, None)
+    builder.publish(order.path)
 
 
 def _patch(order: EnvironmentBuild) -> None:
@@ -93,18 +106,24 @@ def _prove(order: EnvironmentBuild) -> None:
     drift.prove(drift.Expected(site_packages(order.path), order.path / drift.STAMP, order.lock, order.patches))
 
 
-def _run(command: list[str], order: EnvironmentBuild, failed: str) -> None:
+def _run(command: list[str], order: EnvironmentBuild, failed: str | None) -> None:
+    """Run a step as the builder. failed: what it means when it does; None: nothing, as of files that do not compile."""
     environment = {
-        **site_settings.announced("uv"),
-        "UV_CACHE_DIR": str(order.cache),
+        **{name: value for name, value in site_settings.announced("uv").items() if name.startswith("UV_")},
+        "UV_CACHE_DIR": str(order.cache / BUILDERS_CACHE),
         "UV_NO_PROGRESS": "1",
         "UV_PYTHON_DOWNLOADS": "never",
     }
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    result = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace", check=False
-    )
-    if result.returncode != 0:
+    with builder.sandboxed(
+        command,
+        unit=f"env-{order.path.parent.name}-{order.path.name}",
+        writes=[order.path, order.cache / BUILDERS_CACHE],
+        reads=[*_wheel_directories(), *([order.wheels] if order.wheels else [])],
+        network="none" if failed is None or order.wheels else "any",
+        environment=environment,
+    ) as words:
+        result = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace", check=False)
+    if result.returncode != 0 and failed is not None:
         print(result.stdout, file=sys.stderr)
         raise RigctlError(
             f"{order.path}: {failed} (uv's words are above); it was not made and nothing uses it. "

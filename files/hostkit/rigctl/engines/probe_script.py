@@ -1,8 +1,8 @@
-"""Questions put to an engine inside its own interpreter: `python -I -B probe_script.py ANSWER_FILE`.
+"""Questions put to an engine inside its own interpreter: `python -I -B probe_script.py`.
 
 Standard library and the engine only. The request is JSON on standard input: engine ("vllm" or "sglang"),
-commands (whole command lines of the engine) and options (true: list every flag with its default). The answer goes to
-a file, as engines print to both streams. No GPU is needed or used.
+commands (whole command lines of the engine) and options (true: list every flag with its default). Only the answer comes
+on standard output: what the engine itself prints goes to standard error. No GPU is needed or used.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib.abc
 import importlib.machinery
 import io
 import json
+import os
 import sys
 import tempfile
 import types
@@ -293,4 +294,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(answer(json.load(sys.stdin))))
+    with os.fdopen(os.dup(1), "w") as told:
+        os.dup2(2, 1)
+        told.write(json.dumps(answer(json.load(sys.stdin))))

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
 import subprocess
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, StrictBool, TypeAdapter, ValidationError
 
+from rigctl import builder
 from rigctl.engines.installed import interpreter, site_packages
 from rigctl.errors import RigctlError
 
@@ -22,7 +21,32 @@ SCRIPT = Path(__file__).with_name("probe_script.py")
 ENGINES = ("vllm", "sglang")
 # vLLM takes 10 s with bytecode and close to two minutes without it on two slow cores.
 TIMEOUT_S = 300
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+"""A probe asks nobody else; its caches are in the sandbox's own home, and leave no trace."""
 PREFIXES = ("VLLM_", "SGLANG_", "SGL_")
+
+
+class Verdict(BaseModel):
+    """Whether the engine has a feature, or takes a command line, and how or why not."""
+
+    ok: StrictBool
+    detail: str
+
+
+class Parsed(Verdict):
+    """A verdict on one command line."""
+
+    argv: list[str]
+
+
+class Answer(BaseModel):
+    """What probe_script.py answers."""
+
+    engine: str
+    version: str
+    commands: list[Parsed] | None = None
+    options: dict[str, str] | None = None
+    features: dict[str, Verdict]
 
 
 def ask(
@@ -34,15 +58,17 @@ def ask(
 ) -> dict[str, Any]:
     """Put the questions of probe_script.py to the engine in `env`; `RigctlError` if it does not answer."""
     request = {"engine": engine, "commands": commands, "options": options}
-    with tempfile.TemporaryDirectory(prefix="rigctl-probe-") as scratch:
-        answer = Path(scratch, "answer.json")
-        command = [str(interpreter(env)), "-I", "-B", str(SCRIPT), str(answer)]
+    with builder.sandboxed(
+        [interpreter(env), "-I", "-B", SCRIPT],
+        unit=f"probe-{env.parent.name}-{env.name}",
+        reads=[env],
+        environment=OFFLINE,
+        seconds=TIMEOUT_S,
+    ) as command:
         try:
             done = subprocess.run(
                 command,
                 input=json.dumps(request),
-                env=_environment(scratch),
-                cwd=scratch,
                 text=True,
                 errors="replace",
                 capture_output=True,
@@ -51,26 +77,16 @@ def ask(
             )
         except subprocess.TimeoutExpired:
             raise RigctlError(f"{env}: {engine} did not answer within {TIMEOUT_S} s") from None
-        if done.returncode or not answer.exists():
-            tail = "\n  ".join(done.stderr.strip().splitlines()[-5:])
-            raise RigctlError(f"{env}: {engine} does not answer (exit code {done.returncode}):\n  {tail}")
-        result: dict[str, Any] = json.loads(answer.read_text())
-    return result
+    return parse(done.stdout, f"{env}: {engine} does not answer (exit code {done.returncode})", done.stderr)
 
 
-def _environment(scratch: str) -> dict[str, str]:
-    """Offline, every cache in a scratch directory: a probe leaves no trace in the environment or a home."""
-    keep = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
-    return keep | {
-        "HOME": scratch,
-        "XDG_CACHE_HOME": scratch,
-        "VLLM_CACHE_ROOT": scratch,
-        "TRITON_CACHE_DIR": scratch,
-        "FLASHINFER_WORKSPACE_BASE": scratch,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-    }
+def parse(answer: str, failed: str, said: str) -> dict[str, Any]:
+    """An engine's answer; RigctlError, with the last lines of what it said, for anything else."""
+    try:
+        return Answer.model_validate_json(answer).model_dump(exclude_none=True)
+    except ValidationError:
+        tail = "\n  ".join(said.strip().splitlines()[-5:])
+        raise RigctlError(f"{failed}:\n  {tail}") from None
 
 
 def unread_variables(site: Path, engine: str, names: Iterable[str]) -> list[str]:

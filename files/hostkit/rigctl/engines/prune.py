@@ -12,12 +12,15 @@ import argparse
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rigctl import builder
 from rigctl.contract import layout
-from rigctl.engines.environment import BUILD_LOCK, STAMP
+from rigctl.engines.environment import BUILD_LOCK, BUILDERS_CACHE, STAMP
+from rigctl.own_process import own_process
 from rigctl.whole_files import read_object, write_whole
 
 PREVIOUS = 2
@@ -111,6 +114,15 @@ def _sweep_cache(cache: Path) -> None:
     building = ["systemctl", "list-units", "--no-legend", "--plain", "--state=active", "kimi-job-env-*"]
     if subprocess.run(building, check=False, capture_output=True, errors="replace").stdout.strip():
         return  # a wheel that is about to be linked looks the same
+    sweep(cache)
+    if (theirs := cache / BUILDERS_CACHE).is_dir():
+        again = own_process("rigctl.engines.prune", str(theirs))
+        with builder.sandboxed(again, unit="prune", writes=[theirs]) as command:
+            subprocess.run(command, check=False)
+
+
+def sweep(cache: Path) -> None:
+    """Remove the wheels of a cache that no environment shares: root in its own, the builder in its own."""
     for wheel in cache.glob("archive-v*/*"):
         if not any(path.stat().st_nlink > 1 for path in wheel.rglob("*") if path.is_file() and not path.is_symlink()):
             shutil.rmtree(wheel)
@@ -153,3 +165,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--created", type=Path, help="list of what we created, to be kept true")
     parser.add_argument("--list", action="store_true", help="change nothing")
     parser.set_defaults(run=run)
+
+
+if __name__ == "__main__":
+    sweep(Path(sys.argv[1]))

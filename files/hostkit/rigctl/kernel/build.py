@@ -1,7 +1,7 @@
 """Building one wheel: a private copy of the source, CMake told what is wanted, ninja followed, the wheel proved.
 
 A build that was killed goes on where it ended: its directory is named by the digest of its inputs, ninja keeps what is
-whole, and ccache what any build has compiled.
+whole, and ccache what any build has compiled. All of it is done as the builder (steps.py).
 """
 
 import errno
@@ -12,7 +12,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rigctl import builder
 from rigctl.contract.kernel_job import KernelJob, SourceDirectory
 from rigctl.errors import RigctlError
 from rigctl.kernel import cubins, memory, requirements, source, store, toolchain
@@ -88,6 +88,26 @@ def _memos(job: KernelJob) -> Path:
     return job.root / "memos" / job.package
 
 
+def work_directory(job: KernelJob, digest: str) -> Path:
+    """Where the wheel of these inputs is built."""
+    return job.root / "work" / job.package / digest
+
+
+def forget(job: KernelJob, digest: str) -> None:
+    """Remove a build's directory."""
+    shutil.rmtree(work_directory(job, digest), ignore_errors=True)
+
+
+def prove(job: KernelJob, wheel: Path, chain: Toolchain, wanted: Sequence[str]) -> cubins.Cubins:
+    """What its libraries hold. Raises RigctlError unless all of it is for the wanted architectures."""
+    held = cubins.of_wheel(wheel, chain.cuobjdump)
+    if reasons := list(cubins.objections(held, wanted, job.libraries, only=True)):
+        raise RigctlError(
+            f"{wheel.name} is not for {', '.join(wanted)} alone and is not installed: {'; '.join(reasons)}"
+        )
+    return held
+
+
 @dataclass
 class Outcome:
     """What one run of the build did. Memory in MiB, times in seconds."""
@@ -129,14 +149,15 @@ class Build:
 
     def __init__(self, job: KernelJob, chain: Toolchain, inputs: Inputs) -> None:
         self.job, self.chain, self.inputs = job, chain, inputs
-        self.work = job.root / "work" / job.package / inputs.digest
+        self.work = work_directory(job, inputs.digest)
         self.source, self.build, self.out = (self.work / name for name in ("source", "build", "out"))
         self.log = self.work / "build.log"
         self.state = State(self.work / "state")
         self.limit = memory.budget(job.memory_limit)
 
-    def run(self, jobs: int) -> store.Stored:
-        """Build, prove and store. Raises RigctlError; what was built so far stays for the next try."""
+    def run(self, jobs: int) -> tuple[Path, dict[str, Any]]:
+        """Build and prove: the wheel, and what it took. Raises RigctlError; what was built so far stays for the next
+        try."""
         try:
             return self._run(jobs)
         except OSError as error:
@@ -144,12 +165,8 @@ class Build:
                 raise
             self._no_space()
 
-    def _run(self, jobs: int) -> store.Stored:
+    def _run(self, jobs: int) -> tuple[Path, dict[str, Any]]:
         started = time.time()
-        for other in self.work.parent.glob("*"):
-            # One that was given up: ccache has what it compiled.
-            if other != self.work:
-                shutil.rmtree(other)
         self._prepare()
         found = len(whole_objects(self.build))
         if found:
@@ -162,12 +179,10 @@ class Build:
         if outcome.code:
             self._fail(outcome)
         wheel = self._wheel()
-        held = self.prove(wheel)
+        held = prove(self.job, wheel, self.chain, self.inputs.values["architectures"])
         if edited := self._edited():
             raise RigctlError(f"{', '.join(edited)} was edited while it was built; nothing was installed, deploy again")
-        receipt = {
-            "name": self.job.package,
-            "inputs": self.inputs.values,
+        return wheel, {
             "cubins": held,
             "seconds": round(time.time() - started, 1),
             "cpu_seconds": round(sum(each["cpu"] for each in outcome.compiled), 1),
@@ -179,19 +194,22 @@ class Build:
             "compiled": len(outcome.compiled),
             "objects_before": found,
             "system_packages": requirements.installed(self.job.system_packages),
-            "host": socket.gethostname(),
-            "at": int(time.time()),
         }
-        stored = store.put(self.job, self.inputs.digest, wheel, receipt)
-        shutil.rmtree(self.work, ignore_errors=True)
-        return stored
+
+    def take(self) -> None:
+        """A private copy of the source, which may need a network. Raises RigctlError."""
+        for other in self.work.parent.glob("*"):
+            # One that was given up: ccache has what it compiled.
+            if other != self.work:
+                shutil.rmtree(other)
+        self._room()
+        source.take(self.job, self.source, str(self.inputs.values["source"]))
 
     def _prepare(self) -> None:
         """The work directory with all that configuration reads. Raises RigctlError with what is missing."""
-        self._room()
+        self.take()
         shutil.rmtree(self.work / "tmp", ignore_errors=True)
         (self.work / "tmp").mkdir()
-        source.take(self.job, self.source, str(self.inputs.values["source"]))
         if self.job.patches is not None:
             source.apply_patches(self.job.patches, self.source)
         requirements.refuse(self.job, requirements.undeclared(self.job, self.source))
@@ -214,6 +232,7 @@ class Build:
 
     def configure(self) -> list[str]:
         """Configure without compiling; the source of every object that is yet to be made. Raises RigctlError."""
+        builder.inside()
         self._prepare()
         command = self._command("-n")  # ninja's dry run: the installation of nothing fails after it
         done = subprocess.run(command, env=self._environment(1), capture_output=True, errors="replace", check=False)
@@ -234,16 +253,6 @@ class Build:
         """Processor seconds of those files that an earlier build has measured."""
         measured = _numbers(_memos(self.job) / SECONDS)
         return [measured[name] for name in map(self._name, files) if name in measured]
-
-    def prove(self, wheel: Path) -> cubins.Cubins:
-        """What its libraries hold. Raises RigctlError unless all of it is for the wanted architectures."""
-        held = cubins.of_wheel(wheel, self.chain.cuobjdump)
-        wanted = self.inputs.values["architectures"]
-        if reasons := list(cubins.objections(held, wanted, self.job.libraries, only=True)):
-            raise RigctlError(
-                f"{wheel.name} is not for {', '.join(wanted)} alone and is not installed: {'; '.join(reasons)}"
-            )
-        return held
 
     def _room(self) -> None:
         self.work.mkdir(parents=True, exist_ok=True)
@@ -327,6 +336,7 @@ class Build:
         return outcome
 
     def _follow(self, jobs: int, outcome: Outcome, before: int) -> None:
+        builder.inside()
         over = threading.Event()
         watcher = threading.Thread(target=self._watch, args=(outcome, over), daemon=True)
         with self.log.open("a") as log:

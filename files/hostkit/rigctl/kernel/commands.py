@@ -5,20 +5,27 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import socket
 import subprocess
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from rigctl import builder
 from rigctl.contract import layout
-from rigctl.contract.kernel_job import KernelJob
+from rigctl.contract.kernel_job import GitSource, KernelJob
 from rigctl.engines.installed import distributions, normalised, site_packages
 from rigctl.errors import RigctlError
-from rigctl.kernel import build, cubins, install, memory, requirements, store, toolchain
+from rigctl.kernel import build, cubins, install, requirements, steps, store, toolchain
 from rigctl.kernel.children import end_with_us
-from rigctl.kernel.forecast import forecast
+from rigctl.kernel.forecast import Forecast
+from rigctl.own_process import own_process
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -70,8 +77,7 @@ def examine(job: KernelJob) -> dict[str, Any]:
         return answer | {"state": "missing", "why": "there is no toolchain yet"}
     if job.mode == "wheel":
         return answer | _examine_stock(job, known)
-    chain = toolchain.examine(job)
-    digest = build.gather(job, chain).digest
+    digest = steps.inputs(job).digest
     answer["digest"] = digest
     stored = store.find(job, digest)
     if stored is None:
@@ -131,7 +137,11 @@ def plan(arguments: argparse.Namespace) -> int:
         return 0
     # Before the first deploy has made it, there is nothing to be alone in.
     with end_with_us(), _alone(job, wait=False) if job.root.exists() else nullcontext():
-        found = forecast(job, serving=bool(serving_units()), configure=arguments.configure)
+        if arguments.configure and not steps.ask(job, "missing"):
+            toolchain.provide(job)
+        git = isinstance(job.source, GitSource)
+        told = steps.ask(job, "forecast", bool(serving_units()), network=git)
+        found = TypeAdapter(Forecast).validate_python(told)
     print(json.dumps(asdict(found)) if arguments.json else "\n".join(found.lines()))
     return 1 if found.missing or found.beyond else 0
 
@@ -159,49 +169,59 @@ def ensure(arguments: argparse.Namespace) -> int:
     job = read_job(arguments.release)
     with end_with_us(), _alone(job):
         if job.mode == "source":
-            requirements.refuse(job, requirements.missing(job))
+            requirements.refuse(job, map(str, steps.ask(job, "missing")))
         toolchain.provide(job)
         if job.mode == "wheel":
             return _ensure_stock(job)
-        chain = toolchain.examine(job)
-        inputs = build.gather(job, chain)
-        stored = store.find(job, inputs.digest) or _fetched(job, chain, inputs) or _built(job, chain, inputs)
+        inputs = steps.inputs(job)
+        stored = store.find(job, inputs.digest) or _fetched(job, inputs) or _built(job, inputs)
         if (
             install.differs(stored.wheel, site_packages(job.engine.path))
             or install.record(job).get("digest") != inputs.digest
         ):
+            install.check_version(job, stored.wheel)
+            install.check_free(job)
+            steps.ask(job, "try", str(stored.wheel))
             install.install(job, stored.wheel, inputs.digest)
         print(f"{job.package} is what it should be ({inputs.digest})")
     return 0
 
 
-def _fetched(job: KernelJob, chain: toolchain.Toolchain, inputs: build.Inputs) -> store.Stored | None:
+def _fetched(job: KernelJob, inputs: build.Inputs) -> store.Stored | None:
     found = store.fetch(job, inputs.digest)
     if found is None:
         return None
-    # What another host calls proved is proved again.
-    build.Build(job, chain, inputs).prove(found.wheel)
-    print(f"{found.wheel.name} was built by {found.receipt.get('host')}, fetched from {job.kernel_store}", flush=True)
-    return store.put(job, inputs.digest, found.wheel, {**found.receipt, "fetched_from": job.kernel_store})
+    held = steps.ask(job, "prove", str(found.wheel))
+    print(f"{found.wheel.name} was fetched from {job.kernel_store}", flush=True)
+    return store.put(job, inputs.digest, found.wheel, _receipt(job, inputs, cubins=held, **found.receipt))
 
 
-def _built(job: KernelJob, chain: toolchain.Toolchain, inputs: build.Inputs) -> store.Stored:
+def _built(job: KernelJob, inputs: build.Inputs) -> store.Stored:
     serving = serving_units()
     if serving and job.while_serving == "refuse":
         raise RigctlError(
             f"{', '.join(serving)} serves: a build would slow it down; stop it, or set while_serving: share in the "
             "release's kernel"
         )
-    jobs = build.jobs_for(job, build.cores(), memory.available(), serving=bool(serving))
-    stored = build.Build(job, chain, inputs).run(jobs)
-    receipt = stored.receipt
+    folder, made = steps.made(job, inputs, serving=bool(serving))
+    took = made.figures
+    with tempfile.TemporaryDirectory(prefix=".taken-", dir=job.root) as scratch:
+        wheel = Path(scratch, made.wheel)
+        builder.copied(job.root, str((folder / made.wheel).relative_to(job.root)), wheel)
+        stored = store.put(job, inputs.digest, wheel, _receipt(job, inputs, **took.model_dump()))
+    steps.ask(job, "forget", inputs.digest)
     print(
-        f"{stored.wheel.name}: built in {receipt['seconds']:.0f} s, {receipt['compiled']} files compiled, "
-        f"{stored.wheel.stat().st_size / 1e6:.1f} MB, peak {receipt['peak_mib']} MiB",
+        f"{stored.wheel.name}: built in {took.seconds:.0f} s, {took.compiled} files compiled, "
+        f"{stored.wheel.stat().st_size / 1e6:.1f} MB, peak {took.peak_mib} MiB",
         flush=True,
     )
     store.publish(job, stored)
     return stored
+
+
+def _receipt(job: KernelJob, inputs: build.Inputs, **more: Any) -> dict[str, Any]:
+    host, at = socket.gethostname(), int(time.time())
+    return {**more, "name": job.package, "inputs": inputs.values, "host": host, "at": at}
 
 
 def serving_units() -> list[str]:
@@ -228,8 +248,7 @@ def _ensure_stock(job: KernelJob) -> int:
         raise RigctlError(
             f"{job.engine.path}: no {job.package} in it, and the kernel's mode is wheel: correct the package"
         )
-    paths = [path for path, _ in found[0].record()]
-    held = cubins.of_tree(site, toolchain.cuda_root(job) / "bin" / "cuobjdump", paths)
+    held = steps.ask(job, "stock")
     if reasons := list(cubins.objections(held, wanted, job.libraries, only=False)):
         raise RigctlError(
             f"the stock {job.package} {found[0].version} is not for this host's GPU ({', '.join(wanted)}): "
@@ -273,10 +292,16 @@ def receipt(arguments: argparse.Namespace) -> int:
 
 def prove_path(arguments: argparse.Namespace) -> int:
     """Print what each library holds; exit code 1 when `--only` is given and something else is in it."""
-    path: Path = arguments.path
+    path: Path = arguments.path.absolute()
+    arguments.cuobjdump = arguments.cuobjdump.absolute()
     for there in (path, arguments.cuobjdump):
         if not there.exists():
             raise RigctlError(f"{there}: no such file or directory to prove or to prove with")
+    if builder.needed():
+        only = [f"--only={each}" for each in arguments.only]
+        again = own_process("rigctl", "kernel", "prove", str(path), f"--cuobjdump={arguments.cuobjdump}", *only)
+        with builder.sandboxed(again, unit="prove", reads=[path, arguments.cuobjdump.parent]) as command:
+            return builder.relayed(command)
     if path.suffix == ".whl":
         held = cubins.of_wheel(path, arguments.cuobjdump)
     elif path.is_dir():

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from rigctl import builder
 from rigctl.errors import RigctlError
 from rigctl.nvidia_smi import nvidia_smi
 
@@ -51,6 +52,7 @@ def wanted(capabilities: Sequence[str]) -> list[str]:
 
 def of_library(library: Path, cuobjdump: Path) -> dict[str, int]:
     """Architecture -> ELF images in one library; empty for one without device code."""
+    builder.inside()
     done = subprocess.run([cuobjdump, "--list-elf", library], capture_output=True, errors="replace", check=False)
     if done.returncode != 0 and "does not contain device code" not in done.stdout + done.stderr:
         raise RigctlError(f"cuobjdump cannot read {library}: {(done.stderr or done.stdout).strip()}")
@@ -65,7 +67,7 @@ def of_tree(root: Path, cuobjdump: Path, paths: Sequence[str] | None = None) -> 
 
 def of_wheel(wheel: Path, cuobjdump: Path) -> Cubins:
     """The libraries in a wheel."""
-    with tempfile.TemporaryDirectory(dir=wheel.parent) as folder, zipfile.ZipFile(wheel) as archive:
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
         return of_tree(Path(folder), cuobjdump)
 

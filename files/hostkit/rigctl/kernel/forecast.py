@@ -62,8 +62,8 @@ def _short(file: str) -> str:
     return "/".join(Path(file).parts[-2:])
 
 
-def forecast(job: KernelJob, *, serving: bool, configure: bool) -> Forecast:
-    """Look, and configure where that is possible. configure: make the toolchain for it."""
+def forecast(job: KernelJob, *, serving: bool) -> Forecast:
+    """Look, and configure where the toolchain is there. As the builder."""
     free = memory.available()
     jobs = build.jobs_for(job, build.cores(), free, serving=serving)
     known = build.known_memory(job, jobs)
@@ -77,7 +77,7 @@ def forecast(job: KernelJob, *, serving: bool, configure: bool) -> Forecast:
             found.fetched = list(requirements.fetched(job, tree))
     if not found.missing:
         try:
-            _configure(job, found, known, make=configure)
+            _configure(job, found, known)
         except RigctlError as error:
             found.missing.append(str(error))
     return found
@@ -98,9 +98,7 @@ def _tree(job: KernelJob, found: Forecast) -> Iterator[Path | None]:
         yield tree if tree.exists() else None
 
 
-def _configure(job: KernelJob, found: Forecast, known: Known, *, make: bool) -> None:
-    if make:
-        toolchain.provide(job)
+def _configure(job: KernelJob, found: Forecast, known: Known) -> None:
     if not toolchain.ready(job):
         return
     chain = toolchain.examine(job)

@@ -1,24 +1,31 @@
-"""The wheel in the engine's environment: put there last, proved file by file, and taken out again in one step."""
+"""The wheel in the engine's environment: put there last, proved file by file, and taken out again in one step.
+
+The builder unpacks and imports it (rigctl/builder.py); root moves what it has checked into the environment.
+"""
 
 import base64
+import contextlib
 import csv
 import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rigctl import site_settings
+from rigctl import builder, site_settings
 from rigctl.contract.kernel_job import KernelJob
 from rigctl.engines import drift
-from rigctl.engines.installed import distributions, interpreter, normalised, site_packages
+from rigctl.engines.environment import BUILDERS_CACHE
+from rigctl.engines.installed import Distribution, distributions, interpreter, normalised, site_packages
 from rigctl.errors import RigctlError
 from rigctl.kernel import toolchain
 
@@ -129,8 +136,10 @@ def _public(version: str) -> str:
 
 
 def try_import(job: KernelJob, wheel: Path) -> None:
-    """Import the module from the wheel, with the engine's torch, before anything is installed. Raises RigctlError."""
-    with tempfile.TemporaryDirectory(dir=wheel.parent) as folder, zipfile.ZipFile(wheel) as archive:
+    """Import the module from the wheel, with the engine's torch, before anything is installed. As the builder. Raises
+    RigctlError."""
+    builder.inside()
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
         libraries = sorted(Path(folder).rglob("*.so*"))
         environment = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -168,23 +177,20 @@ def driver_functions(library: Path) -> Iterator[str]:
 
 
 def install(job: KernelJob, wheel: Path, digest: str) -> None:
-    """Put the wheel in, no other package touched; the record of it is written last. Raises RigctlError."""
-    check_version(job, wheel)
-    check_free(job)
-    try_import(job, wheel)
+    """Put a wheel of the store in, no other package touched; the record of it is written last. Raises RigctlError.
+
+    It has been imported by the builder (`try_import`).
+    """
     name, version = wheel_name(wheel)
     known = {"package": name, "version": version, "mode": "source", "parts": name_parts(wheel)}
-    # Killed from here on, it is unfinished, and known to be the kernel library's.
-    write_record(job, digest=None, **known)
-    before = _others(job)
     # Without uv's cache: its copy is a hard link of what is installed, and whoever edited that edited both.
-    options = ["--no-deps", "--offline", "--no-index", "--no-cache", f"--reinstall-package={job.package}"]
-    _uv(job, "install", *options, str(wheel))
-    site = site_packages(job.engine.path)
-    if (what := differs(wheel, site)) is not None:
-        raise RigctlError(f"{job.engine.path}: {job.package} is not as its wheel after the installation: {what}")
-    if (after := _others(job)) != before:
-        raise RigctlError(f"{job.engine.path}: other packages changed: {sorted(before ^ after)}")
+    options = ["--offline", "--no-index", "--no-cache", str(wheel)]
+    with _unpacked(job, *options) as tree:
+        if (what := differs(wheel, tree)) is not None:
+            raise RigctlError(f"{wheel.name} is not what was unpacked of it: {what}")
+        # Killed from here on, it is unfinished, and known to be the kernel library's.
+        write_record(job, digest=None, **known)
+        _exchange(job, tree)
     _prove(job, {name: version})
     write_record(job, digest=digest, **known)
     print(f"{wheel.name} is installed in {job.engine.path}", flush=True)
@@ -194,20 +200,26 @@ def restore(job: KernelJob) -> None:
     """The stock wheel of the release's lock, or nothing where the lock has none. Raises RigctlError."""
     check_free(job)
     entry = lock_entry(job.engine.lock.read_text(), normalised(job.package))
-    if known := record(job):
-        write_record(job, **{**known, "digest": None})
     if entry is None:
-        if any(each.name == normalised(job.package) for each in distributions(site_packages(job.engine.path))):
-            _uv(job, "uninstall", job.package)
+        _mark_unfinished(job)
+        _exchange(job, None)
     else:
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirement:
+        with tempfile.NamedTemporaryFile("w", suffix=".txt", dir=job.root) as requirement:
             requirement.write(entry)
             requirement.flush()
-            options = ["--no-deps", "--require-hashes", f"--reinstall-package={job.package}"]
-            _uv(job, "install", *options, "--requirements", requirement.name)
+            Path(requirement.name).chmod(0o644)
+            options = ["--require-hashes", "--requirements", requirement.name]
+            with _unpacked(job, *options, network=True) as tree:
+                _mark_unfinished(job)
+                _exchange(job, tree)
     (job.engine.path / RECORD).unlink(missing_ok=True)
     _prove(job, {})
     print(f"{job.engine.path}: {job.package} is the lock's" if entry else f"{job.package} is removed", flush=True)
+
+
+def _mark_unfinished(job: KernelJob) -> None:
+    if known := record(job):
+        write_record(job, **{**known, "digest": None})
 
 
 def lock_entry(lock: str, package: str) -> str | None:
@@ -228,30 +240,76 @@ def _prove(job: KernelJob, kernel: dict[str, str]) -> None:
     drift.prove(expected)
 
 
-def _others(job: KernelJob) -> set[tuple[str, str]]:
-    site = site_packages(job.engine.path)
-    return {(each.name, each.version) for each in distributions(site) if each.name != normalised(job.package)}
+@contextmanager
+def _unpacked(job: KernelJob, *options: str, network: bool = False) -> Iterator[Path]:
+    """One package as uv unpacks it, root's by then, in a directory that goes with the block. Raises RigctlError.
 
-
-def _uv(job: KernelJob, action: str, *arguments: str) -> None:
-    uv = Path(sys.executable).parent / "uv"
-    command = [
-        str(uv) if uv.exists() else "uv",
+    uv is given no environment: it would run the environment's Python, and with it what packages put into *.pth files.
+    """
+    tree = job.engine.path.parent / ".unpacked"  # on the environment's file system
+    shutil.rmtree(tree, ignore_errors=True)
+    builder.handed_over(tree)
+    command: list[str | Path] = [
+        Path(sys.executable).parent / "uv",
         "pip",
-        action,
+        "install",
         "--quiet",
-        "--python",
-        str(interpreter(job.engine.path)),
+        "--no-deps",
+        "--no-build",
     ]
-    if action == "install":
-        command += ["--compile-bytecode", "--no-build", "--link-mode=hardlink"]
-    cache = {"UV_CACHE_DIR": str(job.root.parent / ".cache"), "UV_NO_PROGRESS": "1", "UV_PYTHON_DOWNLOADS": "never"}
-    done = subprocess.run(
-        [*command, *arguments],
-        env={**site_settings.announced("uv"), **cache},
-        capture_output=True,
-        errors="replace",
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RigctlError(f"{job.engine.path}: uv pip {action} {job.package} failed: {done.stderr.strip()}")
+    command += ["--python", f"/usr/bin/python{job.engine.python}", "--target", tree, "--compile-bytecode", *options]
+    cache = builder.handed_over(job.root.parent / ".cache" / BUILDERS_CACHE)
+    site = {name: value for name, value in site_settings.announced("uv").items() if name.startswith("UV_")}
+    found = re.split(r"[\s,]+", site.get("UV_FIND_LINKS", ""))
+    settings = {**site, "UV_CACHE_DIR": str(cache), "UV_NO_PROGRESS": "1", "UV_PYTHON_DOWNLOADS": "never"}
+    try:
+        with builder.sandboxed(
+            command,
+            unit=f"unpack-{job.package}",
+            writes=[tree, cache],
+            reads=[Path(path) for path in found if path],
+            network="any" if network else "none",
+            environment=settings,
+        ) as words:
+            done = subprocess.run(words, capture_output=True, errors="replace", check=False)
+        if done.returncode != 0:
+            raise RigctlError(f"{job.engine.path}: {job.package} could not be unpacked: {done.stderr.strip()}")
+        builder.publish(tree)
+        yield tree
+    finally:
+        shutil.rmtree(tree)
+
+
+def _exchange(job: KernelJob, tree: Path | None) -> None:
+    """Take the package out of the environment and put in what `tree` holds. Raises RigctlError.
+
+    Killed in between, it is done again: what names its files goes last and comes first.
+    """
+    site, package = site_packages(job.engine.path), normalised(job.package)
+    for each in distributions(site):
+        if each.name == package:
+            _removed(job.engine.path, site, each)
+    places = sorted(tree.iterdir() if tree else [], key=lambda place: place.suffix != ".dist-info")
+    for place in [place for place in places if not place.name.startswith(".")]:
+        if os.path.lexists(site / place.name):
+            raise RigctlError(f"{site / place.name} is in the way of {job.package}: it is another package's")
+        place.rename(site / place.name)
+
+
+def _removed(environment: Path, site: Path, package: Distribution) -> None:
+    """Remove the files that its RECORD names, in the environment alone, and directories that are empty then."""
+    folders = set()
+    for path, _ in package.record():
+        place = Path(os.path.normpath(site / path))
+        if not place.is_relative_to(environment):
+            raise RigctlError(
+                f"{package.dist_info}/RECORD names {path}, which is outside the environment: build it anew"
+            )
+        if place.parent != package.dist_info:
+            place.unlink(missing_ok=True)
+            folders |= {each for each in place.parents if each.is_relative_to(site) and each != site}
+    for folder in sorted(folders, key=lambda each: -len(each.parts)):
+        shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+        with contextlib.suppress(OSError):  # it holds another package's files, or is gone
+            folder.rmdir()
+    shutil.rmtree(package.dist_info)

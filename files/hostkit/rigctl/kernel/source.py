@@ -5,9 +5,11 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rigctl import builder
 from rigctl.contract.kernel_job import GitSource, KernelJob, SourceDirectory
 from rigctl.errors import RigctlError
 from rigctl.whole_files import write_json
@@ -179,9 +181,17 @@ def _git(what: str, repository: Path, *arguments: str) -> None:
 
 
 def _try_git(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # No question is asked; the operator's own settings (proxies, certificates) hold. A work tree above ours does not.
+    # No question is asked; the system's settings (/etc/gitconfig) hold. A work tree above ours does not.
     environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "GIT_CEILING_DIRECTORIES": str(repository.parent)}
-    command: Sequence[str] = ["git", "-C", str(repository), *arguments]
+    with tempfile.NamedTemporaryFile("w", suffix=".gitconfig") as settings:
+        # A repository of another user on this host is served by a git of ours, which has nothing to lose.
+        settings.write("[safe]\n\tdirectory = *\n")
+        settings.flush()
+        return _run(["git", "-C", str(repository), *arguments], {**environment, "GIT_CONFIG_GLOBAL": settings.name})
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    builder.inside()
     try:
         return subprocess.run(command, env=environment, capture_output=True, errors="replace", check=False)
     except FileNotFoundError:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rigctl import builder
 from rigctl.contract.environment_build import EnvironmentBuild
 from rigctl.contract.kernel_job import KernelJob
 from rigctl.engines import environment
@@ -128,7 +129,10 @@ def compile_library(source: str, path: Path, soname: str) -> None:
 
 
 def examine(job: KernelJob) -> Toolchain:
-    """The toolchain with its versions, checked against each other. Raises RigctlError with what does not fit."""
+    """The toolchain with its versions, checked against each other. Raises RigctlError with what does not fit.
+
+    Asks the compilers: as the builder.
+    """
     cuda, site = cuda_root(job), site_packages(job.engine.path)
     torch = next((each.version for each in distributions(site) if each.name == "torch"), None)
     if torch is None:
@@ -163,6 +167,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def nvcc_version(cuda: Path) -> str:
     """Such as "13.0.88"."""
+    builder.inside()
     try:
         done = subprocess.run([cuda / "bin" / "nvcc", "--version"], capture_output=True, errors="replace", check=False)
     except OSError as error:
@@ -210,7 +215,7 @@ def build_environment(chain: Toolchain, job: KernelJob, jobs: int, more: Mapping
     }
     return {
         **kept,
-        "HOME": str(job.root),
+        "HOME": os.environ.get("HOME", str(chain.tools)),
         "LANG": "C.UTF-8",
         "PATH": ":".join(map(str, path)),
         # The engine's own packages: its torch, without a second copy.
