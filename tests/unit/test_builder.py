@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
+import json
 import os
 import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +21,11 @@ from hypothesis import strategies as st
 from rig.catalog.entries import ROOT
 from rigctl import builder
 from rigctl.contract import layout
+from rigctl.contract.order import Part
+from rigctl.engines import probes
+from rigctl.engines.installed import Distribution
 from rigctl.errors import RigctlError
+from rigctl.kernel import install, steps
 
 RIGCTL = ROOT / "files" / "hostkit" / "rigctl"
 SYSTEM = {"systemctl", "journalctl", "tail", "ldconfig", "nm", "gcc", "g++", "dpkg-query", "nvidia-smi", "rsync", "ssh"}
@@ -147,7 +155,8 @@ def confined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A host with the builder; what systemd is told is printed. Its /run."""
     monkeypatch.setattr(builder, "_confined", True)
     monkeypatch.setattr(builder, "user", lambda: builder.User(4711, 4711))
-    monkeypatch.setattr(layout, "RUNTIME", str(tmp_path / "run"))
+    monkeypatch.setattr(builder, "RUN", tmp_path / "run")
+    (tmp_path / "run").mkdir()
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "systemctl").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho "${{STATE-inactive}}"\n')
@@ -199,7 +208,7 @@ def test_variables_are_no_property_that_others_can_read(confined: Path, monkeypa
     assert not [word for word in command if "user:" in word or "t:k" in word] and not file.exists()
     assert 'https_proxy="http://user:pa\\"\\$s@proxy"' in text and "secret" not in text
     with builder.sandboxed(["x"], unit="a", environment={}) as command:
-        [file] = (confined / "run").glob(".builder-*")
+        [file] = (confined / "run").glob(".kimi-rig-builder-*")
         assert "proxy" not in file.read_text(), "without a network there is nothing to go through"
 
 
@@ -421,3 +430,68 @@ def test_a_program_without_a_sandbox_still_has_a_home_of_its_own() -> None:
         home = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         assert home != os.environ.get("HOME") and Path(home).is_dir()
     assert not Path(home).exists()
+
+
+# What the builder answers
+
+
+class Speaker:
+    """A process whose output is given."""
+
+    def __init__(self, text: str) -> None:
+        self.stdin, self.stdout = io.StringIO(), io.StringIO(text)
+
+    def wait(self) -> int:
+        return 1
+
+
+def heard(text: str) -> Any:
+    return steps._heard(Speaker(text), "{}", "rig-kernel: build")  # type: ignore[arg-type]  # all that is used of it
+
+
+def test_the_answer_of_a_step_is_its_last_line() -> None:
+    assert heard('[1/2] a.cu\nrigctl-result: {"answer": {"x": 1}}\n') == {"x": 1}
+    with pytest.raises(RigctlError, match=r"^git is not installed$"):
+        heard('rigctl-result: {"error": "git is not installed"}\n')
+    with pytest.raises(RigctlError, match="rig-kernel: build ended with exit code 1 and no answer"):
+        heard("killed\n")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(["answer", "error"]), inner),
+    max_leaves=6,
+)
+
+
+@given(st.text() | JSON.map(json.dumps))
+def test_whatever_a_builder_answers_is_an_answer_or_a_fault_in_words(reply: str) -> None:
+    with contextlib.suppress(RigctlError):
+        heard(f"{steps.RESULT}{reply}\n")
+
+
+@given(JSON)
+@pytest.mark.parametrize("model", [steps.Made, steps.Gathered, steps.Held, steps.Looked, steps.Reply, probes.Answer])
+def test_whatever_it_says_is_of_the_shape_that_root_uses(model: type[Part], document: Any) -> None:
+    with contextlib.suppress(RigctlError):
+        model.validated(document, "x")
+
+
+@pytest.mark.parametrize("name", ["../x.whl", "a/b.whl", "/x.whl", ".x.whl", "x.so", "", "-x.whl"])
+def test_a_wheel_is_named_by_a_plain_name(name: str) -> None:
+    figures = {"seconds": 1.0, "compiled": 1, "peak_mib": 1, "more": "kept"}
+    assert steps.Made.validated({"wheel": "x-1+cu13-cp310-abi3-linux_x86_64.whl", "figures": figures}, "x").figures
+    with pytest.raises(RigctlError, match="wheel"):
+        steps.Made.validated({"wheel": name, "figures": figures}, "x")
+
+
+def test_a_package_is_removed_in_its_environment_alone(tmp_path: Path) -> None:
+    """A RECORD may say anything: what it names outside stays, and so does all else."""
+    site = tmp_path / "env" / "lib" / "python3.11" / "site-packages"
+    info = site / "evil-1.dist-info"
+    info.mkdir(parents=True)
+    (tmp_path / "victim").write_text("x")
+    (info / "RECORD").write_text("../../../../victim,,\n")
+    with pytest.raises(RigctlError, match=r"names ../../../../victim, which is outside"):
+        install._removed(tmp_path / "env", site, Distribution("evil", "1", info))
+    assert (tmp_path / "victim").exists()

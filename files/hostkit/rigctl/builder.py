@@ -75,6 +75,8 @@ NETWORKS: Mapping[Network, tuple[str, ...]] = {
     "loopback": ("IPAddressDeny=any", "IPAddressAllow=localhost"),
     "any": (),
 }
+RUN = Path("/run")
+"""Root's alone, and gone with the boot."""
 FOREIGN_HOMES = ("/home/", "/root/", "/run/user/")
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -172,9 +174,8 @@ def sandboxed(  # noqa: PLR0913  # what a command may do differs from one to the
         *properties,
     ]
     _end(name)
-    Path(layout.RUNTIME).mkdir(exist_ok=True)
     # Not in the unit's properties, which every user may ask systemd for.
-    with tempfile.NamedTemporaryFile("w", prefix=".builder-", dir=layout.RUNTIME, encoding="utf-8") as variables:
+    with tempfile.NamedTemporaryFile("w", prefix=".kimi-rig-builder-", dir=RUN, encoding="utf-8") as variables:
         variables.write("".join(f"{key}={_quoted(value)}\n" for key, value in content.items()))
         variables.flush()
         options = [f"--property={each}" for each in [*wanted, f"EnvironmentFile={variables.name}"]]

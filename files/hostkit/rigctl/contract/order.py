@@ -50,6 +50,7 @@ SHAPES = {
     r"^\d+(\.\d+)*$": "a version of numbers and dots, such as 12.8",
     r"^\d{1,2}\.\d$": "a compute capability, such as 12.0",
     r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$": "a time such as 2026-02-01T12:00:00Z",
+    r"^\w[\w.+!-]*\.whl$": "the name of a wheel's file, without a directory",
     r"^\w[\w.-]*$": "letters, digits, '.', '_' and '-', neither '.' nor '-' first",
     r"^files/locks/[\w.-]+(\{python\})?[\w.-]*\.txt$": "a file files/locks/NAME.txt; {python} stands for 311 or 312",
     r"^files/patches(/\w[\w.-]*)+$": "a directory below files/patches",

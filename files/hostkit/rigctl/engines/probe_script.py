@@ -294,6 +294,6 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with os.fdopen(os.dup(1), "w") as told:
+    with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
-        told.write(json.dumps(answer(json.load(sys.stdin))))
+        answers.write(json.dumps(answer(json.load(sys.stdin))))

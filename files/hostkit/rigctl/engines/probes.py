@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, StrictBool, TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from rigctl import builder
+from rigctl.contract.order import Part
 from rigctl.engines.installed import interpreter, site_packages
 from rigctl.errors import RigctlError
 
@@ -26,10 +27,10 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1
 PREFIXES = ("VLLM_", "SGLANG_", "SGL_")
 
 
-class Verdict(BaseModel):
+class Verdict(Part):
     """Whether the engine has a feature, or takes a command line, and how or why not."""
 
-    ok: StrictBool
+    ok: bool
     detail: str
 
 
@@ -39,7 +40,7 @@ class Parsed(Verdict):
     argv: list[str]
 
 
-class Answer(BaseModel):
+class Answer(Part):
     """What probe_script.py answers."""
 
     engine: str
@@ -77,16 +78,12 @@ def ask(
             )
         except subprocess.TimeoutExpired:
             raise RigctlError(f"{env}: {engine} did not answer within {TIMEOUT_S} s") from None
-    return parse(done.stdout, f"{env}: {engine} does not answer (exit code {done.returncode})", done.stderr)
-
-
-def parse(answer: str, failed: str, said: str) -> dict[str, Any]:
-    """An engine's answer; RigctlError, with the last lines of what it said, for anything else."""
     try:
-        return Answer.model_validate_json(answer).model_dump(exclude_none=True)
-    except ValidationError:
-        tail = "\n  ".join(said.strip().splitlines()[-5:])
-        raise RigctlError(f"{failed}:\n  {tail}") from None
+        answer = json.loads(done.stdout)
+    except (ValueError, RecursionError):
+        tail = "\n  ".join(done.stderr.strip().splitlines()[-5:])
+        raise RigctlError(f"{env}: {engine} does not answer (exit code {done.returncode}):\n  {tail}") from None
+    return Answer.validated(answer, f"{env}: the answer of {engine}").model_dump(exclude_none=True)
 
 
 def unread_variables(site: Path, engine: str, names: Iterable[str]) -> list[str]:

@@ -15,16 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from rigctl import builder
 from rigctl.contract import layout
-from rigctl.contract.kernel_job import GitSource, KernelJob
+from rigctl.contract.kernel_job import KernelJob
 from rigctl.engines.installed import distributions, normalised, site_packages
 from rigctl.errors import RigctlError
 from rigctl.kernel import build, cubins, install, requirements, steps, store, toolchain
 from rigctl.kernel.children import end_with_us
-from rigctl.kernel.forecast import Forecast
 from rigctl.own_process import own_process
 
 
@@ -139,9 +136,7 @@ def plan(arguments: argparse.Namespace) -> int:
     with end_with_us(), _alone(job, wait=False) if job.root.exists() else nullcontext():
         if arguments.configure and not steps.ask(job, "missing"):
             toolchain.provide(job)
-        git = isinstance(job.source, GitSource)
-        told = steps.ask(job, "forecast", bool(serving_units()), network=git)
-        found = TypeAdapter(Forecast).validate_python(told)
+        found = steps.looked(job, serving=bool(serving_units()))
     print(json.dumps(asdict(found)) if arguments.json else "\n".join(found.lines()))
     return 1 if found.missing or found.beyond else 0
 
@@ -191,7 +186,7 @@ def _fetched(job: KernelJob, inputs: build.Inputs) -> store.Stored | None:
     found = store.fetch(job, inputs.digest)
     if found is None:
         return None
-    held = steps.ask(job, "prove", str(found.wheel))
+    held = steps.held(job, "prove", found.wheel)
     print(f"{found.wheel.name} was fetched from {job.kernel_store}", flush=True)
     return store.put(job, inputs.digest, found.wheel, _receipt(job, inputs, cubins=held, **found.receipt))
 
@@ -248,7 +243,7 @@ def _ensure_stock(job: KernelJob) -> int:
         raise RigctlError(
             f"{job.engine.path}: no {job.package} in it, and the kernel's mode is wheel: correct the package"
         )
-    held = steps.ask(job, "stock")
+    held = steps.held(job, "stock")
     if reasons := list(cubins.objections(held, wanted, job.libraries, only=False)):
         raise RigctlError(
             f"the stock {job.package} {found[0].version} is not for this host's GPU ({', '.join(wanted)}): "

@@ -14,12 +14,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import ConfigDict, StringConstraints
 
 from rigctl import builder
 from rigctl.contract.kernel_job import GitSource, KernelJob
+from rigctl.contract.order import Part
 from rigctl.engines.installed import distributions, normalised, site_packages
 from rigctl.errors import RigctlError
 from rigctl.kernel import build, cubins, forecast, install, memory, requirements, toolchain
@@ -31,10 +32,8 @@ LONGEST = 1 << 20
 """Characters of a line: more than any answer has."""
 DISCONNECTED = "FETCHCONTENT_FULLY_DISCONNECTED"
 
-Answer = TypeAdapter(dict[str, Any])
 
-
-class Figures(BaseModel):
+class Figures(Part):
     """What a build took; further keys are kept for the receipt."""
 
     model_config = ConfigDict(extra="allow")
@@ -44,18 +43,38 @@ class Figures(BaseModel):
     peak_mib: int
 
 
-class Made(BaseModel):
+class Made(Part):
     """A build's answer: its wheel, in the directory of what it put out, and what it took."""
 
     wheel: Annotated[str, StringConstraints(pattern=r"^\w[\w.+!-]*\.whl$")]
     figures: Figures
 
 
-class Told(BaseModel):
+class Gathered(Part):
+    """All that decides what a wheel is."""
+
+    values: dict[str, Any]
+
+
+class Held(Part):
+    """Which GPUs libraries are for."""
+
+    libraries: cubins.Cubins
+
+
+class Looked(Part):
+    """What a build would take."""
+
+    model_config = ConfigDict(strict=False)
+
+    forecast: forecast.Forecast
+
+
+class Reply(Part):
     """The last line of a step: its answer, or why there is none."""
 
     answer: Any = None
-    error: Annotated[str, Field(min_length=1)] | None = None
+    error: str | None = None
 
 
 def directories(job: KernelJob) -> list[Path]:
@@ -96,34 +115,47 @@ def ask(job: KernelJob, step: str, given: Any = None, *, network: bool = False) 
 
 
 def _heard(process: subprocess.Popen[str], words: str, what: str) -> Any:
-    told = None
+    reply = None
     for stdin in filter(None, [process.stdin]):
         with contextlib.suppress(BrokenPipeError):  # it ended at once, and says why
             stdin.write(words)
             stdin.close()
     while process.stdout and (line := process.stdout.readline(LONGEST)):
         if line.startswith(RESULT):
-            told = line.removeprefix(RESULT)
+            reply = line.removeprefix(RESULT)
         else:
             print(line.rstrip("\n"), flush=True)
     code = process.wait()
-    try:
-        found = Told.model_validate_json(told or "")
-    except ValidationError:
-        raise RigctlError(
-            f"{what} ended with exit code {code} and without an answer (its last lines are above)"
-        ) from None
+    if reply is None:
+        raise RigctlError(f"{what} ended with exit code {code} and no answer (its last lines are above)")
+    found = Reply.validated(_json(reply, what), f"the answer of {what}")
     if found.error is not None:
         raise RigctlError(found.error)
     return found.answer
 
 
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise RigctlError(f"{what} answered with something else than JSON: {text[:100]!r}") from None
+
+
 def inputs(job: KernelJob) -> build.Inputs:
     """All that decides what a wheel is, as it is now."""
-    try:
-        return build.Inputs(Answer.validate_python(ask(job, "inputs")))
-    except ValidationError:
-        raise RigctlError(f"{job.package}: the builder did not say what it is made from") from None
+    return build.Inputs(Gathered.validated({"values": ask(job, "inputs")}, f"inputs of {job.package}").values)
+
+
+def looked(job: KernelJob, *, serving: bool) -> forecast.Forecast:
+    """What a build would lack, compile and take."""
+    answer = ask(job, "forecast", serving, network=isinstance(job.source, GitSource))
+    return Looked.validated({"forecast": answer}, f"forecast of {job.package}").forecast
+
+
+def held(job: KernelJob, step: Literal["prove", "stock"], wheel: Path | None = None) -> cubins.Cubins:
+    """Which GPUs the libraries of a wheel are for, or those of the package in the environment. Raises RigctlError."""
+    answer = ask(job, step, None if wheel is None else str(wheel))
+    return Held.validated({"libraries": answer}, f"libraries of {job.package}").libraries
 
 
 def made(job: KernelJob, wanted: build.Inputs, *, serving: bool) -> tuple[Path, Made]:
@@ -132,10 +164,7 @@ def made(job: KernelJob, wanted: build.Inputs, *, serving: bool) -> tuple[Path, 
     ask(job, "take", wanted.digest, network=isinstance(job.source, GitSource))
     connected = job.defines.get(DISCONNECTED, "").upper() not in requirements.TRUE
     given = {"digest": wanted.digest, "serving": serving}
-    try:
-        found = Made.model_validate(ask(job, "build", given, network=connected))
-    except ValidationError:
-        raise RigctlError(f"{job.package}: the build did not say what it made") from None
+    found = Made.validated(ask(job, "build", given, network=connected), f"the build of {job.package}")
     return build.work_directory(job, wanted.digest) / "out", found
 
 
@@ -210,10 +239,10 @@ STEPS: Mapping[str, Callable[[KernelJob, Any], Any]] = {
 def main() -> int:
     """Do a step of the order on standard input; exit code 1 where it cannot be done."""
     builder.inside()
-    told = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     with end_with_us():
         try:
-            content = {"answer": STEPS[sys.argv[1]](KernelJob.parse(told["order"], "the order"), told["given"])}
+            content = {"answer": STEPS[sys.argv[1]](KernelJob.parse(request["order"], "the order"), request["given"])}
         except RigctlError as error:
             content = {"error": str(error)}
     print(RESULT + json.dumps(content), flush=True)
