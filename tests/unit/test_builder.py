@@ -21,11 +21,14 @@ from hypothesis import strategies as st
 from rig.catalog.entries import ROOT
 from rigctl import builder
 from rigctl.contract import layout
+from rigctl.contract.environment_build import Environment
+from rigctl.contract.kernel_job import KernelJob
 from rigctl.contract.order import Part
 from rigctl.engines import probes
 from rigctl.engines.installed import Distribution
 from rigctl.errors import RigctlError
 from rigctl.kernel import install, steps
+from tests.unit.wheelhouse import install as place
 
 RIGCTL = ROOT / "files" / "hostkit" / "rigctl"
 SYSTEM = {"systemctl", "journalctl", "tail", "ldconfig", "nm", "gcc", "g++", "dpkg-query", "nvidia-smi", "rsync", "ssh"}
@@ -495,3 +498,29 @@ def test_a_package_is_removed_in_its_environment_alone(tmp_path: Path) -> None:
     with pytest.raises(RigctlError, match=r"names ../../../../victim, which is outside"):
         install._removed(tmp_path / "env", site, Distribution("evil", "1", info))
     assert (tmp_path / "victim").exists()
+
+
+@pytest.mark.parametrize("cut_short", [False, True])
+def test_a_package_takes_the_place_of_itself_and_of_no_other(tmp_path: Path, cut_short: bool) -> None:
+    job = KernelJob.model_construct(package="kern", engine=Environment.model_construct(path=tmp_path / "env"))
+    site = tmp_path / "env" / "lib" / "python3.11" / "site-packages"
+    place(site, tmp_path / "cache", "kern", "1", {"kern/old.py": "1", "kern/sub/x.py": "1", "../../../bin/kern": "1"})
+    place(site, tmp_path / "cache", "other", "1", {"other/x.py": "1"})
+    if cut_short:
+        (site / "kern-1.dist-info" / "RECORD").unlink()
+    place(tmp_path / "new", tmp_path / "cache2", "kern", "2", {"kern/new.py": "2"})
+    install._exchange(job, tmp_path / "new")
+    assert sorted(path.name for path in site.iterdir()) == ["kern", "kern-2.dist-info", "other", "other-1.dist-info"]
+    assert [path.name for path in (site / "kern").iterdir()] == ["new.py"]
+    assert (tmp_path / "env" / "bin" / "kern").exists() == cut_short, "nothing names it any more"
+    place(tmp_path / "evil", tmp_path / "cache3", "kern", "3", {"kern/x.py": "", "other/x.py": "evil"})
+    with pytest.raises(RigctlError, match="other is of another package"):
+        install._exchange(job, tmp_path / "evil")
+    assert (site / "other" / "x.py").read_text() == "1"
+    place(site, tmp_path / "cache4", "one", "1", {"one.py": "1"})
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "one.py").write_text("evil")
+    with pytest.raises(RigctlError, match="one.py is of another package"):
+        install._exchange(job, tmp_path / "alone")
+    install._exchange(job, None)
+    assert not list(site.glob("kern*"))

@@ -291,15 +291,20 @@ def _exchange(job: KernelJob, tree: Path | None) -> None:
             _removed(job.engine.path, site, each)
     places = sorted(tree.iterdir() if tree else [], key=lambda place: place.suffix != ".dist-info")
     for place in [place for place in places if not place.name.startswith(".")]:
-        if os.path.lexists(site / place.name):
-            raise RigctlError(f"{site / place.name} is in the way of {job.package}: it is another package's")
-        place.rename(site / place.name)
+        there = site / place.name
+        if os.path.lexists(there):
+            theirs = (path for each in distributions(site) if each.name != package for path, _ in each.record())
+            if any(path.partition("/")[0] == place.name for path in theirs):
+                raise RigctlError(f"{there} is of another package: a wheel of {job.package} may not bring it")
+            if there.is_dir():
+                shutil.rmtree(there)  # of an installation that was cut short
+        place.rename(there)
 
 
 def _removed(environment: Path, site: Path, package: Distribution) -> None:
     """Remove the files that its RECORD names, in the environment alone, and directories that are empty then."""
     folders = set()
-    for path, _ in package.record():
+    for path, _ in package.record() if (package.dist_info / "RECORD").exists() else ():
         place = Path(os.path.normpath(site / path))
         if not place.is_relative_to(environment):
             raise RigctlError(
