@@ -520,7 +520,7 @@ def test_a_package_takes_the_place_of_itself_and_of_no_other(tmp_path: Path, cut
     place(site, tmp_path / "cache4", "one", "1", {"one.py": "1"})
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "one.py").write_text("evil")
-    with pytest.raises(RigctlError, match="one.py is of another package"):
+    with pytest.raises(RigctlError, match=r"one\.py is of another package"):
         install._exchange(job, tmp_path / "alone")
     install._exchange(job, None)
     assert not list(site.glob("kern*"))
