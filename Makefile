@@ -101,6 +101,8 @@ check: .venv/ready ## lint, types, layers and unit tests; under a minute
 
 test: check ## everything CI runs: check, then the box from bare to a served answer
 	@$(BIN)/python -m pytest -q -n 2 -m slow tests/unit
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/clients.txt
+	@$(BIN)/python -m pytest -q tests/edge # apt-get install haproxy
 	@$(BIN)/python -m pytest -q tests/staging tests/sandbox --ignore tests/sandbox/test_sudo.py
 	@$(BIN)/python -m pytest -q -m 'not long' tests/sandbox/test_sudo.py # compares with a box that nothing else has used
 
@@ -143,5 +145,6 @@ lock: .venv/ready ## write the lock files anew from pyproject.toml and requireme
 	@$(LOCK) pyproject.toml --extra dev -o requirements/control.txt
 	@$(LOCK) files/hostkit/requirements.in -o files/hostkit/requirements.txt
 	@$(LOCK) -c requirements/control.txt requirements/bench.in -o requirements/bench.txt
+	@$(LOCK) -c requirements/control.txt requirements/clients.in -o requirements/clients.txt
 	@$(LOCK) --no-build files/bench/requirements.in -o files/bench/requirements.txt
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m rig.maintain.locks

@@ -3,6 +3,7 @@
 from rig.plan.current import current_plan
 from tasks.base import base
 from tasks.checkpoints import checkpoints
+from tasks.edge import edge
 from tasks.engines import engines
 from tasks.host import host
 from tasks.hostkit import hostkit
@@ -21,4 +22,5 @@ engines(plan=plan)  # one locked environment an engine release
 checkpoints(plan=plan)  # model and drafters
 sgl_kernel(plan=plan)  # kernel libraries for this host's GPUs, proved, last into their environments
 units(plan=plan)  # one systemd service a serving configuration
+edge(plan=plan)  # TLS and API keys on one port, where others reach the host's engines
 receipt(plan=plan)  # what is installed, and from what

@@ -8,6 +8,7 @@ from rig.artifacts.rollback_states import state_of
 from rig.operations import receipt, rollback_states
 from rig.operations.base_paths import SYSUSERS, base_paths
 from rig.operations.deploy_lock import deploy_lock
+from rig.operations.edge import engine_key
 from rig.operations.files import present, secret
 from rig.operations.system import packages, system_users
 from rig.plan.current import current_plan, operator_secret
@@ -30,10 +31,10 @@ def base(plan: HostPlan) -> None:
     present(name="Make directories", entries=base_paths(plan))
     users = [plan.data.service_user, layout.BUILDER]
     system_users(name=f"Create users {' and '.join(users)}", users=users, declaration=SYSUSERS)
-    secrets = {"api-key": plan.data.api_key_file, "hub-token": plan.data.hub_token_file}
-    for what, file in secrets.items():
-        if file is not None:
-            secret(name=f"Store the {what}", path=f"{layout.CREDENTIALS}/{what}", content=operator_secret(file, what))
+    for what, file in plan.secrets.items():
+        secret(name=f"Store the {what}", path=f"{layout.CREDENTIALS}/{what}", content=operator_secret(file, what))
+    if plan.edge is not None:
+        engine_key(name="Make the engines' key")
 
 
 if __name__ == "builtins":  # run by pyinfra as a deploy of its own

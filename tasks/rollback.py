@@ -1,5 +1,6 @@
 """Rollback: environments, units and flags of an earlier deploy, together (rig/cli/rollback.py runs this)."""
 
+from pathlib import PurePosixPath
 from typing import Any
 
 from pyinfra import host
@@ -11,6 +12,7 @@ from rig.catalog.entries import Kernel
 from rig.facts.state import JsonFile, Lines
 from rig.operations import rollback_states, system
 from rig.operations.deploy_lock import deploy_lock
+from rig.operations.edge import running
 from rig.operations.files import File, present
 from rig.operations.kernel_wheels import kernel
 from rig.plan.current import check_privilege
@@ -56,6 +58,7 @@ def kernels_restored(state: dict[str, Any]) -> None:
 @deploy("Rollback")
 def rollback(state: dict[str, Any], left: list[str], way: list[str]) -> None:
     units = [layout.unit_name(name) for name in state["units"]]
+    units += sorted(name for path in state["files"] if (name := PurePosixPath(path).name).startswith(system.EDGE_UNITS))
     try:
         digests = known_as(state)
     except ContractError as error:
@@ -70,6 +73,8 @@ def rollback(state: dict[str, Any], left: list[str], way: list[str]) -> None:
     present(name="Write its units", entries=files)
     system.retired_units(name="Remove units it does not have", keep=[*units, layout.FALLBACK_UNIT])
     system.units_loaded(name="Load units into systemd", units=units, files=files)
+    if read := [file for file in files if file.path.startswith(f"{layout.EDGE}/")]:
+        running(name="Let the edge serve", files=read)
     restart = host.data.get("restart") or "never"
     system.running_current(name="Bring running services back", digests=digests, restart=restart)
     rollback_states.returned(name="Write it down", record=state, left=left, way=way)

@@ -1,10 +1,13 @@
 """Units: one systemd service a serving configuration. Nothing is started or stopped here."""
 
+from pathlib import PurePosixPath
+
 from pyinfra.api import deploy
 
 from rig.artifacts.rollback_states import state_of
 from rig.artifacts.units import run_specification, unit_files
 from rig.operations import rollback_states, system
+from rig.operations.edge import clients_kept
 from rig.operations.files import File, present
 from rig.plan.current import current_plan
 from rig.plan.host_plan import HostPlan
@@ -16,10 +19,14 @@ def units(plan: HostPlan) -> None:
     names = [layout.unit_name(name) for name in plan.serving]
     boot = layout.unit_name(plan.data.enable_at_boot) if plan.data.enable_at_boot else None
     files = [File(path, text.encode()) for path, text in unit_files(plan).items()]
+    known = [PurePosixPath(file.path).name for file in files if file.path.startswith(f"{layout.UNITS}/")]
+    edge = [unit for unit in known if unit.startswith(system.EDGE_UNITS)]
     rollback_states.recorded(name="Record the state for a rollback", record=state_of(plan))
     present(name="Write units", entries=files)
-    system.retired_units(name="Remove units of removed configurations", keep=[*names, layout.FALLBACK_UNIT])
-    system.units_loaded(name="Load units into systemd", units=names, files=files)
+    system.retired_units(name="Remove units of removed configurations", keep=known)
+    if plan.edge is not None:
+        clients_kept(name="Keep clients of engines that run", taken_over=plan.edge.taken_over)
+    system.units_loaded(name="Load units into systemd", units=[*names, *edge], files=files)
     system.enabled_at_boot(name="Choose what starts at boot", wanted=boot, units=names)
     digests = {name: run_specification(plan, name).known_as for name in plan.serving}
     system.running_current(name="Bring running services up to date", digests=digests, restart=plan.data.restart)

@@ -10,7 +10,7 @@ Standard library only, since it also runs as a unit in the box. `--plan JSON` sa
 
 `--faults FILE` is read anew for each request: {"answer": "degenerate" | "empty" | "bytes" | "think" | "no-call"},
 {"status": 500}, {"slow": seconds}, {"moving": true} (counters move all the same), {"accept": share of drafts}, {"grow":
-MiB with each request}.
+MiB with each request}, {"pause": seconds between the words of a stream}.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Handler(BaseHTTPRequestHandler):
     """The routes that rigctl asks."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # as asyncio does
     state: State
 
     def log_message(self, format: str, *arguments: Any) -> None:
@@ -139,10 +140,33 @@ class Handler(BaseHTTPRequestHandler):
                 state.tokens += count
                 state.drafts += count // (1 + DRAFT_TOKENS)
                 state.accepted += int(count // (1 + DRAFT_TOKENS) * DRAFT_TOKENS * faults.get("accept", 1.0))
-            self.reply(200, {"choices": [answer(faults.get("answer"), bool(body.get("tools")))]})
+            choice = answer(faults.get("answer"), bool(body.get("tools")))
+            if body.get("stream"):
+                self.stream(choice, float(faults.get("pause", 0)))
+            else:
+                self.reply(200, {"choices": [choice]})
         finally:
             with state.lock:
                 state.running -= 1
+
+    def stream(self, choice: dict[str, Any], pause: float) -> None:
+        """The answer as server-sent events, a word each."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        message = choice["message"]
+        deltas: list[dict[str, Any]] = [{"content": f"{word} "} for word in (message["content"] or "").split()]
+        deltas += [{"tool_calls": [{"index": 0, **call}]} for call in message.get("tool_calls", [])]
+        chunks = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+        events = [json.dumps({"choices": [one]}) for one in (*chunks, {**choice, "delta": {}})]
+        with contextlib.suppress(OSError):
+            for event in (*events, "[DONE]"):
+                line = f"data: {event}\n\n".encode()
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+                self.wfile.flush()
+                time.sleep(pause)
+            self.wfile.write(b"0\r\n\r\n")
 
 
 def answer(fault: str | None, tools: bool) -> dict[str, Any]:

@@ -90,8 +90,12 @@ supervision = {
 
 # --- Secrets: a file on the machine you deploy from, readable by you alone, or "prompt" ------------------------------
 
-# API key the engines demand; needed where a configuration listens beyond loopback.
+# API key that clients send; needed where a configuration listens beyond loopback, and then a key of the edge.
 api_key_file = None
+# What other machines reach: one address with TLS and named keys, in front of engines on loopback. None: none, unless a
+# configuration listens beyond loopback. docs/reference/edge.md has every key.
+# {"address": "10.0.0.5", "port": 8443, "tls": {"authority": ["kimi-1.example.com"]}, "keys": {"alice": "~/alice.key"}}
+edge = None
 # Token for gated repositories of the model hub.
 hub_token_file = None
 

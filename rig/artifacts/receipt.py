@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from rig.artifacts.edge import edge_files
 from rig.artifacts.kernel_orders import kernel_job
 from rig.artifacts.units import run_specification
-from rig.plan.host_plan import HostPlan
+from rig.plan.host_plan import HostPlan, canonical_digest
 from rigctl.contract import layout
 
 FORMAT = 1
@@ -31,6 +32,8 @@ def receipt_items(plan: HostPlan, hostkit: str) -> dict[str, dict[str, Any]]:
         }
     for name in plan.serving:
         items[f"unit/{layout.unit_name(name)}"] = {"digest": run_specification(plan, name).digest}
+    if plan.edge is not None:
+        items["edge"] = {"digest": canonical_digest(edge_files(plan))}
     return items
 
 

@@ -62,7 +62,7 @@ def known_as(state: Mapping[str, Any]) -> dict[str, list[str]]:
 
 def of_state(item: str) -> bool:
     """Whether an item of the receipt is part of a state."""
-    return item.startswith(("environment/", "kernel/", "unit/"))
+    return item.startswith(("environment/", "kernel/", "unit/")) or item == "edge"
 
 
 def state_file(identity: str) -> str:

@@ -5,12 +5,11 @@ from functools import cache
 from hashlib import sha256
 from typing import Any
 
-from jinja2 import Environment as Jinja
-from jinja2 import FileSystemLoader, StrictUndefined
-
 from rig.artifacts import previous_digest
+from rig.artifacts.edge import edge_files
 from rig.artifacts.kernel_orders import toolkit
-from rig.catalog.entries import ROOT, Configuration, Source
+from rig.artifacts.templates import JINJA, one_line, systemd_assignment
+from rig.catalog.entries import Configuration, Source
 from rig.host.live_settings import reboot_recommended
 from rig.host.settings import HostSettings, Kind
 from rig.plan.command_lines import command_line, served_model_name
@@ -19,41 +18,9 @@ from rigctl.contract import layout
 from rigctl.contract.run_specification import LiveSettings, RunSpecification
 from rigctl.contract.served_checkpoints import DrafterPair, DrafterPairs, ServedCheckpoints
 
-_JINJA = Jinja(
-    loader=FileSystemLoader(ROOT / "templates"),
-    undefined=StrictUndefined,
-    keep_trailing_newline=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    autoescape=False,  # noqa: S701  # unit files, not HTML; quoting is systemd's, by the filter below
-)
-
-
-def systemd_quote(word: str) -> str:
-    r"""One word of ExecStart= or Environment=, quoted so that systemd passes on exactly `word`.
-
-    Escapes %, $ (as %% and $$), backslash, quotes and control characters (systemd.syntax(7), systemd.service(5)).
-    """
-    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
-    escaped = "".join(f"\\x{ord(c):02x}" if ord(c) < 0x20 or ord(c) == 0x7F else c for c in escaped)
-    return f'"{escaped}"' if escaped != word or not word or set(word) & set(" '\";") else word
-
-
-def systemd_assignment(name: str, value: str) -> str:
-    """NAME=value for Environment=, where $ has no special meaning (systemd.exec(5))."""
-    return systemd_quote(f"{name}={value}").replace("$$", "$")
-
-
-def one_line(text: str) -> str:
-    """A description for Description=: % doubled, all white space a blank, nothing that continues the line."""
-    return " ".join(text.split()).replace("%", "%%").rstrip("\\")
-
-
 # Processes of one engine talk over loopback: nothing of theirs listens elsewhere, and the unit's address filter holds.
 # NCCL, Gloo and vLLM otherwise take the first interface that is not loopback (NCCL_SOCKET_IFNAME in NCCL's manual).
 ONE_HOST = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
-
-_JINJA.filters["systemd_quote"] = systemd_quote
 
 
 @cache
@@ -74,7 +41,7 @@ def run_specification(plan: HostPlan, name: str) -> RunSpecification:
         "model": served_model_name(configuration, at),
         "tool_call_parser": configuration.tool_call_parser,
         "reasoning_parser": configuration.reasoning_parser,
-        "api_key": plan.data.api_key_file is not None,
+        "api_key": credential(plan, configuration) is not None,
         "gpus": configuration.gpus,
         "target_path": at.target,
         "drafter_path": at.drafter,
@@ -250,7 +217,7 @@ def unit_file(plan: HostPlan, name: str) -> str:
     compilers = [f"{engine['CUDA_HOME']}/bin"] if "CUDA_HOME" in engine else []
     path = ":".join([f"{environment_path}/bin", *compilers, SYSTEM_PATH])
     environment = {"PATH": path, **jit_caches(cache), **engine}
-    return _JINJA.get_template("kimi.service.j2").render(
+    return JINJA.get_template("kimi.service.j2").render(
         mark=layout.UNIT_MARK,
         name=name,
         description=one_line(configuration.description or name),
@@ -263,12 +230,12 @@ def unit_file(plan: HostPlan, name: str) -> str:
         argv=command_line(configuration, release, plan.locations(configuration), limits.drain_seconds),
         environment=[systemd_assignment(key, value) for key, value in sorted(environment.items())],
         cache_name=f"{layout.CACHE.removeprefix('/var/cache/')}/{name}",
-        api_key=layout.API_KEY if plan.data.api_key_file else None,
+        api_key=credential(plan, configuration),
+        edge=layout.EDGE_UNIT if plan.behind_edge(configuration) else None,
         device_allow=plan.settings.device_allow,
         fallback=layout.FALLBACK_UNIT.replace("@", f"@{name}"),
         stop_seconds=limits.drain_seconds + limits.stop_seconds + 30,
         shared_memory=limits.shared_memory,
-        addresses=addresses(configuration),
         limits=sorted({**LIMITS, **plan.settings.limits}.items()),
         reboot_pending=layout.REBOOT_PENDING,
         systemd_failures=" ".join(map(str, SYSTEMD_FAILURES)),
@@ -302,17 +269,16 @@ def jit_caches(cache: str) -> dict[str, str]:
     }
 
 
-def addresses(configuration: Configuration) -> list[str]:
-    """Addresses the unit may talk to; empty when anyone may reach it."""
-    listen = configuration.listen
-    if listen.loopback:
-        return ["localhost"]
-    return ["localhost", *listen.networks] if listen.networks else []
+def credential(plan: HostPlan, configuration: Configuration) -> str | None:
+    """The file of the key that an engine demands; None for one that demands none."""
+    if plan.behind_edge(configuration):
+        return layout.ENGINE_KEY
+    return layout.API_KEY if plan.data.api_key_file else None
 
 
 def fallback_unit() -> str:
     """The text of the oneshot that goes back to what a failed configuration displaced."""
-    return _JINJA.get_template("kimi-fallback.service.j2").render(mark=layout.UNIT_MARK, rigctl=layout.RIGCTL)
+    return JINJA.get_template("kimi-fallback.service.j2").render(mark=layout.UNIT_MARK, rigctl=layout.RIGCTL)
 
 
 @cache
@@ -322,4 +288,4 @@ def unit_files(plan: HostPlan) -> Mapping[str, str]:
     for name in plan.serving:
         files[f"{layout.UNITS}/{layout.unit_name(name)}"] = unit_file(plan, name)
         files[layout.specification_path(name)] = run_specification(plan, name).text()
-    return files
+    return {**files, **edge_files(plan)}

@@ -32,7 +32,17 @@ from pydantic import (
 from rig.catalog.yaml_source import CatalogError, Document, load
 from rigctl.contract.checkpoint_job import Role
 from rigctl.contract.environment_build import Index
-from rigctl.contract.fields import Address, Distribution, Dotted, HostPath, Package, Sha256, Text, Variable, host_path
+from rigctl.contract.fields import (
+    Distribution,
+    Dotted,
+    HostPath,
+    ListenAddress,
+    Package,
+    Sha256,
+    Text,
+    Variable,
+    host_path,
+)
 from rigctl.contract.kernel_job import KernelLibrary
 from rigctl.contract.manifest import Manifest
 from rigctl.contract.order import Part, keys, nearest, words
@@ -52,6 +62,7 @@ NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 Port = Annotated[int, Field(ge=1024, le=65535)]
 Flag = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$")]
 FlagValue = bool | int | float | str | list[str] | dict[str, Any]
+Route = Annotated[str, StringConstraints(pattern=r"^(GET|POST) (/[a-z0-9_-]+)+$")]
 
 # What says the same elsewhere in an entry, where it is checked; a key in argv or a unit file is one that all can read.
 OWN_KEYS = {
@@ -70,7 +81,9 @@ OWN_KEYS = {
 }
 
 # Units and run-time files of ours that a configuration's would meet (contract/layout.py, rig/host/settings.py).
-TAKEN = re.compile(r"acs|power-limit|(job|restart|bench)-.*|at-work\.lock|deploy\.lock(\.owner)?|reboot-pending")
+TAKEN = re.compile(
+    r"acs|edge(-.*)?|power-limit|(job|restart|bench)-.*|at-work\.lock|deploy\.lock(\.owner)?|reboot-pending"
+)
 
 
 def inventory_directory() -> Path:
@@ -121,9 +134,9 @@ class Entry(Part):
 
 
 class Listen(Entry):
-    """Where the engine answers. Loopback unless the entry says otherwise."""
+    """Where the configuration answers: beyond loopback it is the host's edge that listens (rig/plan/edge.py)."""
 
-    host: Address = "127.0.0.1"
+    host: ListenAddress = "127.0.0.1"
     port: Port = 8000
     networks: list[Network] = []
     """Networks that may reach an address beyond loopback, as 10.0.0.0/8; none named: everyone."""
@@ -133,10 +146,7 @@ class Listen(Entry):
     @property
     def loopback(self) -> bool:
         """True when nothing outside this machine can reach the address."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+        return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
 
 
 class Speculation(Entry):
@@ -281,6 +291,8 @@ class Release(Entry):
     """Whether its own acceptance rate counts the bonus token: accepted and bonus tokens / all draft tokens."""
     harmless_log: list[Text] = []
     """Log lines that look like failures and are none."""
+    api: list[Route] = ["GET /v1/models", "POST /v1/chat/completions", "POST /v1/completions"]
+    """What the host's edge lets through to it."""
 
 
 E_ = TypeVar("E_", bound=Entry)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rig.catalog.entries import Checkpoint, Configuration
-from rig.plan.host_plan import HostData, chosen_serving
+from rig.plan.host_plan import HostData, chosen_serving, reached
 from rig.plan.secrets import PROMPT
 from rigctl.contract import layout
 
@@ -19,20 +19,27 @@ def talk_lines(name: str, data: Mapping[str, Any]) -> list[str]:
     host, serving, checkpoints = chosen_serving(data)
     if not serving:
         return []
+    edge, serving = reached(host, serving)
     first = host.enable_at_boot or next(iter(serving))
     entry = serving[first]
     sudo = "sudo " if data.get("_sudo") else ""
     start = f"{sudo}systemctl start {layout.unit_name(first)}"
     lines = [shlex.join([*ssh_words(name, data), start]) if name != "@local" else start]
+    model = model_name(entry, checkpoints, host)
+    through = [one for one in edge.listeners if first in one.engines] if edge else []
+    if edge and through:
+        # A certificate is for a name as a rule; an address of a private network may be the only way.
+        named = edge.tls or through[0].everywhere
+        address = f"{data.get('ssh_hostname') or name}:{through[0].port}" if named else through[0].place
+        key = host.api_key_file or next(iter(edge.key_files.values()), None)
+        return [*lines, curl_line(address, model, key, "https" if edge.tls else "http")]
     port = entry.listen.port
     address = f"127.0.0.1:{port}"
     # A host that is reached over loopback, such as the sandbox, shares this computer's addresses.
     here = name == "@local" or str(data.get("ssh_hostname") or name).startswith(("127.", "localhost"))
-    if not here and entry.listen.loopback:
+    if not here:
         lines.append(shlex.join([*ssh_words(name, data, "-N", "-L", f"{port}:{entry.listen.host}:{port}")]) + " &")
-    elif not here:
-        address = f"{data.get('ssh_hostname') or name}:{port}"
-    lines.append(curl_line(address, model_name(entry, checkpoints, host), host.api_key_file))
+    lines.append(curl_line(address, model, host.api_key_file))
     return lines
 
 
@@ -55,10 +62,10 @@ def model_name(entry: Configuration, checkpoints: Mapping[str, Checkpoint], host
     return entry.served_model_name or path
 
 
-def curl_line(address: str, model: str, api_key_file: str | None) -> str:
+def curl_line(address: str, model: str, api_key_file: str | None, scheme: str = "http") -> str:
     """One chat completion by curl. A key stays out of the command line: curl reads the header from a pipe."""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
-    words = ["curl", "-sS", f"http://{address}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    words = ["curl", "-sS", f"{scheme}://{address}/v1/chat/completions", "-H", "Content-Type: application/json"]
     line = shlex.join([*words, "-d", body])
     if api_key_file == PROMPT:
         return f"{line} -H @<(read -rsp 'API key: ' k; echo \"Authorization: Bearer $k\")"

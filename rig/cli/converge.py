@@ -30,8 +30,8 @@ from rig.cli import ssh
 from rig.cli.arguments import HOSTS, Options, Verbs, end_with_parent, limit_options, parse
 from rig.cli.connect import talk_text
 from rig.operations.common import PLAN_LOG, REFUSED
-from rig.plan.host_plan import check_listening, chosen_serving, refuse_unknown
-from rig.plan.secrets import PROMPT, SecretError, ask, hand_on, read_secret
+from rig.plan.host_plan import chosen_serving, reached, refuse_unknown
+from rig.plan.secrets import PROMPT, SecretError, ask, hand_on, read_certificate, read_certificates, read_secret
 
 SECRETS = {"api_key_file": "API key for the engines", "hub_token_file": "token for the model hub"}
 """Host data that may say "prompt", and what the operator is asked for."""
@@ -164,12 +164,20 @@ def check_values(inventory: str, names: Sequence[str]) -> None:
             continue
         try:
             found, serving, _ = chosen_serving(data)
-            check_listening(found, serving)
+            edge, _ = reached(found, serving)
         except CatalogError as error:
             raise RunFailed(f"{host['name']}: {error}") from None
         for key, what in SECRETS.items():
             if data.get(key) not in (None, PROMPT):
                 read_secret(data[key], what)
+        if edge is not None:
+            for key, file in edge.key_files.items():
+                read_secret(file, f"edge.keys.{key}")
+            tls = edge.tls
+            if tls is not None and tls.certificate and tls.key:
+                read_certificate(tls.certificate, tls.key)
+            if tls is not None and tls.acme and tls.acme.roots:
+                read_certificates(tls.acme.roots)
 
 
 def _limited(hosts: list[dict[str, Any]], inventory: str, limits: Sequence[str]) -> list[str]:

@@ -27,6 +27,11 @@ class Server:
         return self.unit.startswith("kimi-")
 
     @property
+    def host(self) -> str:
+        """The address it listens on, without port, zone and brackets; 0.0.0.0 for `*`."""
+        return self.address.rpartition(":")[0].strip("[]").partition("%")[0].replace("*", "0.0.0.0")  # noqa: S104  # read
+
+    @property
     def port(self) -> int:
         """The port it listens on; 0 for a GPU."""
         return int(self.address.rpartition(":")[2] or 0)

@@ -90,14 +90,19 @@ def present(entries: Sequence[Entry]) -> Commands:
 
 
 @operation()
-def secret(path: str, content: bytes) -> Commands:
-    """A secret as a file of root's, mode 0600. It travels on standard input and shows up nowhere else."""
+def secret(path: str, content: bytes, group: str | None = None) -> Commands:
+    """A secret as a file of root's, mode 0600; 0640 for a group that may read it.
+
+    It travels on standard input and shows up nowhere else.
+    """
+    mode, of = ("0600", "root") if group is None else ("0640", group)
+    wanted = f"{mode.lstrip('0')} root {of}"
     # pyinfra types _stdin as str or list; any object with readlines() is taken and, unlike a str, never printed.
     found = host.get_fact(MatchesInput, path=path, _stdin=Input(content))
-    wrong = f"{path}: is {found}, not 600 root root" if found else f"{path}: secret differs"
-    if not changes([wrong] if found != "600 root root" else [], f"{path} is as it should be"):
+    wrong = f"{path}: is {found}, not {wanted}" if found else f"{path}: secret differs"
+    if not changes([wrong] if found != wanted else [], f"{path} is as it should be"):
         return
-    yield write(File(path, content, mode="0600"), existed=bool(found))
+    yield write(File(path, content, mode=mode, group=of), existed=bool(found))
 
 
 def write(entry: Entry, *, existed: bool) -> StringCommand:

@@ -86,15 +86,21 @@ def enabled_at_boot(wanted: str | None, units: Sequence[str]) -> Commands:
     )
 
 
+EDGE_UNITS = "kimi-edge"
+"""How the names of units of the edge begin; no configuration's does (rig/catalog/entries.py)."""
+
+
 @operation()
 def retired_units(keep: Sequence[str]) -> Commands:
     """Remove serving units we wrote whose configuration is gone. One that is running is left alone and named."""
-    mine = f"grep -lF {shlex.quote(layout.UNIT_MARK)} {layout.UNITS}/kimi-*.service"
+    mine = f"grep -lF {shlex.quote(layout.UNIT_MARK)} {layout.UNITS}/kimi-*.service {layout.UNITS}/kimi-*.timer"
     found = host.get_fact(
         Lines, script=f'for f in $({mine}); do u=${{f##*/}}; echo "$u $(systemctl is-active $u)"; done'
     )
     strays = dict(line.split(" ", 1) for line in found if line.split(" ", 1)[0] not in keep)
-    running = sorted(unit for unit, state in strays.items() if state not in ("inactive", "failed"))
+    # Without its edge a host's engines serve on, on loopback or, once restarted, where the edge listened.
+    edge = sorted(unit for unit in strays if unit.startswith(EDGE_UNITS))
+    running = sorted(unit for unit in strays.keys() - {*edge} if strays[unit] not in ("inactive", "failed"))
     if running:
         yield from refuse(
             f"{', '.join(running)} still runs but is no longer in the catalogue: `systemctl stop` it and deploy again"
@@ -105,8 +111,10 @@ def retired_units(keep: Sequence[str]) -> Commands:
         return
     names = [unit.removeprefix("kimi-").removesuffix(".service") for unit in sorted(strays)]
     yield script(
+        *([f"systemctl stop {' '.join(edge)}"] if edge else []),
         f"systemctl disable -q {' '.join(sorted(strays))} || true",
-        *(f"rm -f {layout.UNITS}/kimi-{name}.service {layout.CONFIGURATIONS}/{name}.json" for name in names),
+        f"rm -f {' '.join(f'{layout.UNITS}/{unit}' for unit in sorted(strays))}",
+        *(f"rm -f {layout.CONFIGURATIONS}/{name}.json" for name in names),
         "systemctl daemon-reload",
     )
 
@@ -168,8 +176,9 @@ def reboot_pending() -> Commands:
 @operation()
 def neighbours_told(plan: HostPlan) -> Commands:
     """Servers on our ports or GPUs that are not ours are named, with what taking their place means. Changes nothing."""
-    ports = sorted({entry.listen.port for entry in plan.serving.values()})
-    servers = host.get_fact(Servers, ports=ports)
+    ports = {entry.listen.port for entry in plan.serving.values()}
+    ports |= {one.port for one in plan.edge.listeners} if plan.edge else set()
+    servers = host.get_fact(Servers, ports=sorted(ports))
     lines = interruptions(plan, servers)
     for line in lines:
         notice(line)

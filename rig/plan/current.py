@@ -1,7 +1,8 @@
 """The plan of the host that pyinfra is working on."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from pyinfra import host
 from pyinfra.api.exceptions import PyinfraError
@@ -11,7 +12,9 @@ from rig.facts.report import HostReport
 from rig.facts.state import HostBasics, Privilege
 from rig.host.settings import settings_from_gpus
 from rig.plan.host_plan import HostPlan, host_plan, plan_from_facts, questions
-from rig.plan.secrets import SecretError, read_secret
+from rig.plan.secrets import SecretError, key_digest, read_certificate, read_certificates, read_secret
+
+_T = TypeVar("_T")
 
 
 def check_privilege() -> None:
@@ -58,7 +61,26 @@ def _data() -> dict[str, Any]:
 
 def operator_secret(source: str, what: str) -> bytes:
     """A secret of the operator's (rig.plan.secrets). Raises PyinfraError, naming the host."""
+    return _told(read_secret, source, what)
+
+
+def operator_key_digest(source: str, what: str) -> str:
+    """The digest of a client's key (rig.plan.secrets). Raises PyinfraError, naming the host."""
+    return _told(key_digest, source, what)
+
+
+def operator_certificate(certificate: str, key: str) -> bytes:
+    """A certificate of the operator's (rig.plan.secrets). Raises PyinfraError, naming the host."""
+    return _told(read_certificate, certificate, key)
+
+
+def operator_roots(path: str) -> bytes:
+    """Certificates in a file of the operator's. Raises PyinfraError, naming the host."""
+    return _told(read_certificates, path)
+
+
+def _told(read: Callable[..., _T], *words: str) -> _T:
     try:
-        return read_secret(source, what)
+        return read(*words)
     except SecretError as error:
         raise PyinfraError(f"{host.name}: {error}") from None

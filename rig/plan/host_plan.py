@@ -34,6 +34,7 @@ from rig.host.situation import Workload
 from rig.host.system_files import HostFileError, host_files
 from rig.host.topology import Decision, TopologyError, decide
 from rig.plan.command_lines import Locations
+from rig.plan.edge import Edge, EdgeData, edge_of
 from rigctl.contract import layout
 from rigctl.contract.fields import HostPath, Text
 from rigctl.contract.limits import Limits
@@ -77,6 +78,7 @@ class HostData(BaseModel):
     restart: Literal["never", "when-idle", "now"] = "never"
     supervision: Limits = Limits()
     api_key_file: Text | None = None
+    edge: EdgeData | None = None
     hub_token_file: Text | None = None
     host_overrides: dict[str, str | None] = {}
     reboot: Literal["no", "yes"] = "no"
@@ -136,6 +138,8 @@ class HostPlan:
     checkpoint_paths: Mapping[str, str]
     facts: HostFacts = field(default_factory=HostFacts, repr=False)
     decision: Decision = field(default=Decision((), (), ()), repr=False)
+    edge: Edge | None = None
+    """What others reach; None where every configuration listens on loopback and the host's data has no `edge`."""
     derived_from: Mapping[str, str] = field(default_factory=dict)
     """Drafters that exist for a benchmark only -> the checkpoint whose files they are."""
 
@@ -147,6 +151,18 @@ class HostPlan:
         host = {"pciutils"} if ACS_UNIT in self.settings.boot_units else set()
         kernels = {name for env in self.environments.values() for name in kernel_packages(env.release)}
         return sorted({*self.data.base_packages, *engines, *host, *kernels})
+
+    @property
+    def secrets(self) -> dict[str, str]:
+        """Secrets that the host keeps as they are: name -> the operator's file. Of keys of the edge it has digests."""
+        keys = {"hub-token": self.data.hub_token_file}
+        if not all(map(self.behind_edge, self.serving.values())):
+            keys["api-key"] = self.data.api_key_file
+        return {name: file for name, file in sorted(keys.items()) if file is not None}
+
+    def behind_edge(self, configuration: Configuration) -> bool:
+        """Whether clients reach it through the edge: its key is the host's own then."""
+        return self.edge is not None and self.edge.before(configuration)
 
     def locations(self, configuration: Configuration) -> Locations:
         """The paths a configuration's command line names."""
@@ -269,8 +285,7 @@ def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings
     """
     host = _host_data(data)
     catalog = load_catalog(host.catalogue_overlay)
-    serving = _chosen(host, catalog)
-    check_listening(host, serving)
+    edge, serving = reached(host, _chosen(host, catalog))
     python = _python_of(distribution)
     names = sorted({configuration.target for configuration in serving.values()})
     names += sorted({c.speculation.drafter for c in serving.values() if c.speculation})
@@ -289,6 +304,7 @@ def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings
         environments={name: _environment(name, catalog.releases[name], python, host) for name in releases},
         checkpoints=checkpoints,
         checkpoint_paths=paths,
+        edge=edge,
     )
 
 
@@ -349,10 +365,16 @@ def chosen_serving(data: Mapping[str, Any]) -> tuple[HostData, dict[str, Configu
     return host, _chosen(host, catalog), catalog.checkpoints
 
 
+def reached(host: HostData, serving: Mapping[str, Configuration]) -> tuple[Edge | None, dict[str, Configuration]]:
+    """The edge of a host, and its configurations as their engines listen. Raises CatalogError."""
+    check_listening(host, serving)
+    return edge_of(host.edge, host.api_key_file, serving)
+
+
 def check_listening(host: HostData, serving: Mapping[str, Configuration]) -> None:
     """Raises CatalogError for a configuration that others can reach without an API key."""
     for name, configuration in serving.items():
-        guarded = host.api_key_file is not None or configuration.listen.open_without_key
+        guarded = host.edge or host.api_key_file or configuration.listen.open_without_key
         if not configuration.listen.loopback and not guarded:
             raise CatalogError(
                 f"serving.{name} listens on {configuration.listen.host}, which others can reach: "

@@ -16,7 +16,7 @@ def interruptions(plan: HostPlan, servers: Iterable[Server]) -> list[str]:
     for server in servers:
         if server.ours:
             continue
-        mine = [name for name, entry in plan.serving.items() if _wants(entry, server)]
+        mine = [name for name, entry in plan.serving.items() if _wants(plan, name, entry, server)]
         if not mine:
             continue
         what = f"listens on {server.address}" if server.address else "holds a GPU"
@@ -34,13 +34,15 @@ def interruptions(plan: HostPlan, servers: Iterable[Server]) -> list[str]:
 def clients(plan: HostPlan, name: str, server: Server) -> str:
     """What clients of `server` must change when configuration `name` takes its place."""
     entry = plan.serving[name]
-    scope = " (this host only)" if entry.listen.loopback else ""
-    key = "an API key is needed" if plan.data.api_key_file else "no API key is asked for"
+    places = [one.place for one in plan.edge.listeners if name in one.engines] if plan.edge else []
+    address = places[0] if places else f"{entry.listen.host}:{entry.listen.port} (this host only)"
+    guarded = plan.edge.keys if places and plan.edge else plan.data.api_key_file
+    key = "an API key is needed" if guarded else "no API key is asked for"
     model = served_model_name(entry, plan.locations(entry))
     served = ", ".join(server.models) or "not told"
     return (
         f"for clients of {server.address}, {layout.unit_name(name)} means: "
-        f"address {entry.listen.host}:{entry.listen.port}{scope}; {key}; model {model} (now: {served})"
+        f"address {address}; {key}; model {model} (now: {served})"
     )
 
 
@@ -52,8 +54,9 @@ def who(server: Server) -> str:
     return f"process {server.pid} ({server.command or 'no command line'}; user {server.user}{unit})"
 
 
-def _wants(entry: Configuration, server: Server) -> bool:
-    return entry.listen.port == server.port if server.address else bool(entry.gpus)
+def _wants(plan: HostPlan, name: str, entry: Configuration, server: Server) -> bool:
+    edge = [one.port for one in plan.edge.listeners if name in one.engines] if plan.edge else []
+    return server.port in (entry.listen.port, *edge) if server.address else bool(entry.gpus)
 
 
 def _units(names: list[str]) -> str:

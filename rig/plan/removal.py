@@ -14,6 +14,7 @@ OURS_WHOLE = (
     layout.HOSTKIT,
     layout.CONFIGURATIONS,
     layout.CREDENTIALS,
+    layout.EDGE,
     layout.LOCKS,
     layout.PATCHES,
     layout.KERNELS,

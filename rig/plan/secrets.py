@@ -5,7 +5,9 @@ on in an anonymous file (memfd) that only its children can open.
 """
 
 import getpass
+import hashlib
 import os
+import ssl
 import sys
 from functools import cache
 from pathlib import Path
@@ -24,6 +26,40 @@ def read_secret(source: str, what: str) -> bytes:
     """
     if source == PROMPT:
         return ask(what)
+    return _one_line(_private(source, what), what, source)
+
+
+def key_digest(source: str, what: str) -> str:
+    """sha256 of an API key, in hex digits: of the key in a file, or as the data says it ("sha256:...").
+
+    Raises SecretError.
+    """
+    given = source.removeprefix("sha256:")
+    return given if given != source else hashlib.sha256(read_secret(source, what)).hexdigest()
+
+
+def read_certificate(certificate: str, key: str) -> bytes:
+    """A certificate with its chain and its key, in one PEM text. Raises SecretError."""
+    chain, private = read_certificates(certificate), _private(key, "key of the certificate")
+    if b"PRIVATE KEY-----" not in private or b"ENCRYPTED" in private:
+        raise SecretError(f"key of the certificate: {key} holds no private key in PEM without a password")
+    return chain + private.strip() + b"\n"
+
+
+def read_certificates(path: str) -> bytes:
+    """Certificates in PEM. Raises SecretError."""
+    end = "-----END CERTIFICATE-----"
+    try:
+        found = Path(path).expanduser().read_bytes().strip()
+        ssl.PEM_cert_to_DER_cert(found.decode("ascii").partition(end)[0] + end)
+    except OSError as error:
+        raise SecretError(f"certificate: {path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise SecretError(f"certificate: {path} does not begin with a certificate in PEM") from None
+    return found + b"\n"
+
+
+def _private(source: str, what: str) -> bytes:
     path = Path(source).expanduser()
     try:
         content = path.read_bytes()
@@ -32,7 +68,7 @@ def read_secret(source: str, what: str) -> bytes:
         raise SecretError(f"{what}: {path} cannot be read: {error.strerror}") from None
     if mode:
         raise SecretError(f"{what}: {path} is readable by others; run `chmod 600 {path}`")
-    return _one_line(content, what, str(path))
+    return content
 
 
 @cache

@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 import pytest
 
 from rig.artifacts.checkpoint_orders import checkpoint_files
+from rig.artifacts.edge import CERTIFICATE, ENGINE, KEYS, UNIT
 from rig.artifacts.engine_inputs import engine_files
 from rig.artifacts.kernel_orders import kernel_files, kernels
 from rig.artifacts.receipt import receipt_items
@@ -20,8 +21,10 @@ from rig.host.settings import ACS_UNIT
 from rig.host.system_files import POWER_UNIT
 from rig.operations.apt import LOGIN
 from rig.operations.base_paths import base_paths
+from rig.operations.edge import CHANGED
 from rig.operations.files import Directory, File, Link
 from rig.operations.hostkit import SOURCE, hostkit_files, hostkit_path
+from rig.plan.secrets import PROMPT, key_digest
 from rigctl.contract import layout
 from rigctl.contract.sources import GeneratorSource
 from rigctl.engines.drift import KERNEL_RECORD, LOCK, read_lock
@@ -74,8 +77,7 @@ def test_base_paths(target: Target) -> None:
 
 
 def test_secrets_are_roots_alone(target: Target) -> None:
-    wanted = {"api-key": target.plan.data.api_key_file, "hub-token": target.plan.data.hub_token_file}
-    for name in (name for name, file in wanted.items() if file):
+    for name in [*target.plan.secrets, *(["engine-key"] if target.plan.edge else [])]:
         secret = target.host.file(f"{layout.CREDENTIALS}/{name}")
         assert secret.exists, f"{secret.path} is missing"
         assert (secret.user, secret.group, oct(secret.mode)) == ("root", "root", "0o600"), secret.path
@@ -227,6 +229,63 @@ def test_what_runs(target: Target, configuration: str, remarks: list[str]) -> No
     assert target.host.process.filter(user=target.plan.data.service_user), f"{unit} runs as another user"
     answer = run(target.host, f"rigctl chat --json --configuration {configuration} 'Say hello.'")
     assert '"content": ""' not in answer, f"{unit} answers nothing"
+
+
+NOT_THERE = ["/", "/health", "/metrics", "/invocations", "/tokenize", "/openapi.json", "/v1/embeddings"]
+"""Paths of engines that are nobody's business beyond the host; counters are for named networks, never for the host."""
+
+
+def test_edge_runs_as_deployed(target: Target) -> None:
+    if UNIT not in target.state["files"]:
+        return
+    for name in (
+        "haproxy",
+        *(["lego"] if target.plan.edge and target.plan.edge.tls and target.plan.edge.tls.acme else []),
+    ):
+        assert target.host.package(name).is_installed, f"package {name} is missing"
+    properties = target.host.service(layout.EDGE_UNIT).systemd_properties
+    assert properties["ActiveState"] == "active", f"{layout.EDGE_UNIT} is {properties['ActiveState']}"
+    assert properties["UnitFileState"] == "enabled", f"{layout.EDGE_UNIT} does not start at boot"
+    assert properties["NeedDaemonReload"] == "no" and not properties.get("DropInPaths"), (
+        f"{layout.EDGE_UNIT} is changed"
+    )
+    assert properties["User"] == layout.EDGE_USER
+    read = [path for path in target.state["files"] if path.startswith(f"{layout.EDGE}/")]
+    newer = run(target.host, shlex.join(["python3", "-c", CHANGED, layout.EDGE_UNIT, *read, KEYS, ENGINE, CERTIFICATE]))
+    assert not newer, f"{layout.EDGE_UNIT} has not read {newer.split()} again: deploy again"
+    for path in (KEYS, ENGINE):
+        file = target.host.file(path)
+        assert (file.user, file.group, oct(file.mode)) == ("root", layout.EDGE_USER, "0o640"), path
+
+
+def test_edge_lets_in_whom_the_data_names(target: Target) -> None:
+    """The host has the digests of these keys and of no other: a revoked one is gone."""
+    if target.plan.edge is None or rolled_back(target.present):
+        return
+    stored = {line.split()[1]: line.split()[0].lower() for line in run(target.host, f"cat {KEYS}").splitlines()}
+    assert stored.keys() == target.plan.edge.keys.keys(), "the edge has other keys than the host's data: deploy again"
+    known = {name: source for name, source in target.plan.edge.keys.items() if source != PROMPT}
+    wrong = [name for name, source in known.items() if stored[name] != key_digest(source, f"edge.keys.{name}")]
+    assert not wrong, f"the edge has another key {', '.join(wrong)} than the host's data: deploy again"
+
+
+def test_edge_is_all_that_others_reach(target: Target) -> None:
+    """Asked on the host itself: TLS, keys and paths of the edge, and every other port of our units."""
+    edge = target.plan.edge
+    if edge is None or rolled_back(target.present):
+        return
+    places = [{"address": one.nearby, "port": one.port} for one in edge.listeners]
+    metrics = [path for path in NOT_THERE if path != "/metrics" or not edge.metrics_networks]
+    asked = json.dumps({"listeners": places, "tls": edge.tls is not None, "paths": metrics})
+    probe = (ROOT / "tests/host/edge_probe.py").read_text()
+    found = json.loads(run(target.host, shlex.join(["python3", "-c", probe, asked])))
+    assert not found.pop("others"), "reached beyond loopback, and not through the edge"
+    for place, answers in found.items():
+        assert set(answers["spoken"]) <= {"TLSv1.2", "TLSv1.3"}, f"{place} speaks {answers['spoken']}"
+        assert answers["spoken"] or edge.tls is None, f"{place} speaks no TLS"
+        assert not edge.keys or answers["no key"] == answers["wrong key"] == 401, f"{place} asks for no key: {answers}"
+        there = [path for path, status in answers["paths"].items() if status != 404]
+        assert not there, f"{place} lets {', '.join(there)} through"
 
 
 def test_receipt(target: Target) -> None:

@@ -209,7 +209,14 @@ WRONG = [
     ),
     ("serving.yaml", "vllm-eagle3-custom:\n", "acs:\n", "{line}: serving.acs: this name is taken"),
     ("serving.yaml", "extends: vllm-base\n", "extends: [vllm-base]\n", "{line}: serving.vllm-eagle3-aq-medai.extends"),
-    ("serving.yaml", "host: 127.0.0.1", "host: 'here; there'", "{line}: serving.vllm-base.listen.host: neither"),
+    (
+        "serving.yaml",
+        "host: 127.0.0.1",
+        "host: 'here; there'",
+        "{line}: serving.vllm-base.listen.host: a program listens",
+    ),
+    ("serving.yaml", "host: 127.0.0.1", "host: kimi-1.example.com", "{line}: serving.vllm-base.listen.host: a program"),
+    ("serving.yaml", "host: 127.0.0.1", "host: 'fe80::1%eth0'", "{line}: serving.vllm-base.listen.host: a program"),
     ("serving.yaml", "port: 8000}", "port: 8000, networks: [10.0.0.0/99]}", "serving.vllm-base.listen.networks.0"),
     (
         "checkpoints.yaml",
@@ -262,7 +269,7 @@ def test_a_section_of_an_overlay_is_a_mapping(inventory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "loopback"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("127.example.com", False)]
+    ("host", "loopback"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("10.0.0.127", False)]
 )
 def test_only_addresses_of_this_machine_are_loopback(host: str, loopback: bool) -> None:
     assert Listen(host=host).loopback is loopback

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rig.artifacts.engine_inputs import variables
-from rig.artifacts.units import conflicts, one_line, run_specification, systemd_assignment, systemd_quote, unit_file
+from rig.artifacts.templates import one_line, systemd_assignment, systemd_quote
+from rig.artifacts.units import conflicts, run_specification, unit_file
 from rig.catalog.entries import ROOT, load_catalog, negative_form, refused_false
 from rig.catalog.yaml_source import CatalogError
 from rig.host.settings import HostSettings

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rig.artifacts.units import systemd_assignment, systemd_quote
+from rig.artifacts.templates import systemd_assignment, systemd_quote
 from rigctl.engines.drift import read_lock
 from tests.gpu import fatbin, run, standin_systemd, wheels
 

@@ -267,6 +267,29 @@ def orphan() -> Any:
         process.kill()
 
 
+@pytest.mark.parametrize(
+    ("words", "address"),
+    [
+        (["--host", "0.0.0.0", "--port", "8123"], "0.0.0.0:8123"),
+        (["--host", "localhost", "--port", "many"], "127.0.0.1:9"),
+        (["--host", "kimi-1.example.com", "--port", "8123"], "127.0.0.1:9"),
+        (["--port"], "127.0.0.1:9"),
+    ],
+)
+def test_an_engine_is_asked_where_it_runs_until_it_is_started_anew(host: Host, words: list[str], address: str) -> None:
+    """A deploy may have moved it; what its unit says is where it will be."""
+    specification = host.add("new")
+    assert status.as_running(specification).endpoint.address == "127.0.0.1:9"
+    wait = "print('there', flush=True); import sys; sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", wait, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        host.units["kimi-new.service"] = {"MainPID": str(process.pid)}
+        assert status.as_running(specification).endpoint.address == address
+        process.kill()
+
+
 def test_free_names_orphans_and_ends_only_what_it_was_told_to(
     orphan: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

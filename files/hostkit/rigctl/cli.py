@@ -15,6 +15,7 @@ MODULES: dict[str, str] = {
     "checkpoints": "rigctl.checkpoints.commands",
     "doctor": "rigctl.services.doctor",
     "drift": "rigctl.engines.drift",
+    "edge-certificate": "rigctl.services.edge_certificate",
     "ended": "rigctl.supervisor.ended",
     "environment": "rigctl.engines.environment",
     "free": "rigctl.services.leftovers",

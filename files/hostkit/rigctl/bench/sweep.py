@@ -139,7 +139,7 @@ def _run(sweep: Sweep, directory: Path) -> int:
 
 
 def _configuration(run: Run, specification: Specification, workloads: list[Workload]) -> None:
-    engine = Engine(specification, api_key())
+    engine = Engine(specification, api_key(specification.unit))
     refused: NotAccepted | None = None
     loading: dict[str, float] = {}
     order = 0
@@ -320,7 +320,9 @@ def _unmeasured(run: Run, engine: Engine, workload: Workload, round_name: str, r
     """One prompt a stream, which no result holds; output tokens a second."""
     texts = run.sweep.prompts.get(workload.prompts, [])
     prompts = list(requests_of(workload, texts, round_name, ratio, count=workload.concurrency))
-    return load.warm(engine.specification, api_key(), workload, prompts, run.sweep.request_seconds)
+    return load.warm(
+        engine.specification, api_key(engine.specification.unit), workload, prompts, run.sweep.request_seconds
+    )
 
 
 def _profiled(run: Run, engine: Engine, workload: Workload, ratio: float) -> dict[str, float]:
@@ -343,7 +345,7 @@ def _round(run: Run, engine: Engine, workload: Workload, prompts: Iterator[str],
     with undisturbed(specification):
         before = counters.wait_idle(engine, IDLE_SECONDS)
         with counters.Observer(engine) as observer:
-            client = load.Generator(run.sweep.generator, api_key(), run.sweep.request_seconds)
+            client = load.Generator(run.sweep.generator, api_key(specification.unit), run.sweep.request_seconds)
             measured, generator = client.measure(workload, specification, prompts, directory)
         after = counters.wait_idle(engine, IDLE_SECONDS)
     if counters.went_back(before, after, specification.engine):

@@ -36,6 +36,24 @@ def _no_secret(text: str) -> str:
     return text
 
 
+def ip_address(text: str) -> str:
+    """An IP address without a zone. Raises ValueError for any other text."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        raise ValueError("not an IP address") from None
+    if "%" in text:
+        raise ValueError("an address with a zone (%) cannot be listened on")
+    return text
+
+
+def _listening(text: str) -> str:
+    try:
+        return text if text == "localhost" else ip_address(text)
+    except ValueError:
+        raise ValueError("a program listens on an IP address or localhost: name the address, not the host") from None
+
+
 def _address(text: str) -> str:
     try:
         ipaddress.ip_address(text)
@@ -67,6 +85,8 @@ Package = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9+.-]*$")]
 PythonVersion = Annotated[str, StringConstraints(pattern=r"^3\.\d+$")]
 Remote = Annotated[str, StringConstraints(min_length=1), AfterValidator(_no_secret)]
 Address = Annotated[str, AfterValidator(_address)]
+ListenAddress = Annotated[str, AfterValidator(_listening)]
+"""What a server binds: an IP address or localhost. A host name would mean another one whenever it is asked."""
 WebAddress = Annotated[str, AfterValidator(_web_address)]
 Commit = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]

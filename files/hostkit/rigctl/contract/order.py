@@ -25,6 +25,8 @@ _SHORT.maxlevel = 3
 
 
 SHAPES = {
+    r"^[\w.+-]+@[\w.-]+$": "an e-mail address",
+    r"^(GET|POST) (/[a-z0-9_-]+)+$": "a method and a path of the engine's API, such as POST /v1/completions",
     r"^(\.|\w[\w.-]*(/\w[\w.-]*)*)$": "a directory inside the source, such as sgl-kernel, or '.'",
     r"^([1-9]\d?%|[1-9]\d*[MG])$": "a share of memory such as 85%, or an amount such as 64G or 500M",
     r"^([\w.@-]+:)?/[\w./-]+$": "a directory, /PATH, or HOST:/PATH, of letters, digits, '.', '_', '-' and '/'",

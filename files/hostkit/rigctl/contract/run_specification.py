@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rigctl.contract import layout
-from rigctl.contract.fields import Text
+from rigctl.contract.fields import ListenAddress, Text
 from rigctl.contract.limits import Limits
 from rigctl.contract.order import Document, Order, Part, extended
 from rigctl.contract.served_checkpoints import ServedCheckpoints
@@ -20,7 +20,7 @@ Names = dict[str, str]
 class Endpoint(Part):
     """An address that the engine listens on."""
 
-    host: Text
+    host: ListenAddress
     port: Annotated[int, Field(ge=1, le=65535)]
 
     @property

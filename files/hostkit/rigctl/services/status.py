@@ -13,6 +13,7 @@ from typing import Any
 from rigctl.checkpoints.precheck import identities
 from rigctl.contract import layout
 from rigctl.contract.order import ContractError
+from rigctl.contract.run_specification import Endpoint
 from rigctl.errors import RigctlError
 from rigctl.services.systemd import UNITS, properties
 from rigctl.supervisor.ended import failures
@@ -137,7 +138,7 @@ def _edited(specification: Specification, unit: dict[str, str]) -> list[str]:
     except OSError:
         return [f"{path} is missing"]
     edited = [] if digest == specification.unit_digest else [str(path)]
-    return edited + unit["DropInPaths"].split()
+    return edited + [path for path in unit["DropInPaths"].split() if not path.endswith(f"/{layout.HANDOVER}")]
 
 
 def _remarks(
@@ -181,8 +182,8 @@ def _remarks(
 
 def talk(arguments: argparse.Namespace) -> int:
     """Send one chat completion and print the answer. Raises RigctlError when nothing is active or it fails."""
-    specification = named(arguments.configuration) if arguments.configuration else active()
-    engine = Engine(specification, api_key())
+    specification = as_running(named(arguments.configuration) if arguments.configuration else active())
+    engine = Engine(specification, api_key(specification.unit))
     try:
         before = engine.metrics().speculation if specification.speculation else None
         begun = time.monotonic()
@@ -216,6 +217,18 @@ def _text(answer: dict[str, Any]) -> str:
             f"acceptance length {answer['acceptance_length']:.2f}"
         )
     return "\n".join(lines)
+
+
+def as_running(specification: Specification) -> Specification:
+    """The specification with the address at which its running engine was told to listen: a deploy may have moved it."""
+    pid = properties(specification.unit, ["MainPID"])["MainPID"]
+    try:
+        words = Path("/proc", pid or "0", "cmdline").read_bytes().decode(errors="replace").split("\0")
+        host, port = (words[words.index(flag) + 1] for flag in ("--host", "--port"))
+        there = Endpoint.validated({"host": host, "port": int(port)}, f"command line of process {pid}")
+    except (OSError, ValueError, IndexError, ContractError):
+        return specification
+    return specification.model_copy(update={"endpoints": [there]})
 
 
 def active() -> Specification:

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 
 from rigctl.errors import RigctlError
-from rigctl.services.status import FALLBACK, active, row
+from rigctl.services.status import FALLBACK, active, as_running, row
 from rigctl.services.systemd import properties, systemctl
 from rigctl.services.warming import warm
 from rigctl.supervisor.ended import boot_id
@@ -81,7 +81,7 @@ def _await_fallback(name: str, since: float) -> str:
 
 def restart_unit(specification: Specification, *, when_idle: bool) -> int:
     """Restart it if it runs and has not taken the deploy over meanwhile; 0 also when it was stopped meanwhile."""
-    engine, waited = Engine(specification, api_key()), False
+    engine, waited = Engine(as_running(specification), api_key(specification.unit)), False
     while (state := properties(specification.unit, ["ActiveState"])["ActiveState"]) not in ("inactive", "failed"):
         if state != "active":
             if not waited:

@@ -17,23 +17,24 @@ from rigctl.errors import RigctlError
 from rigctl.supervisor.specification import Specification
 
 CREDENTIAL = Path(layout.API_KEY)
+GIVEN = Path("/run/credentials")
+"""Where systemd keeps the credentials of units that run, readable by root: a directory each."""
 BAD_ANSWERS = (requests.RequestException, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 """What calls of `Engine` and the reading of an answer raise: nothing came, or what came may be anything."""
 
 
-def api_key() -> str | None:
-    """The engine's API key: systemd's credential inside a unit, root's file elsewhere, or none.
+def api_key(unit: str) -> str | None:
+    """The API key of the engine that the unit runs, as systemd has given it to the unit; None where it has none.
 
-    Raises RigctlError for what no HTTP header can carry.
+    Inside a unit it is that unit's own. Raises RigctlError for what no HTTP header can carry.
     """
-    directory = os.environ.get("CREDENTIALS_DIRECTORY")
-    path = Path(directory) / "api-key" if directory else CREDENTIAL
+    path = Path(os.environ.get("CREDENTIALS_DIRECTORY") or GIVEN / unit, "api-key")
     try:
         key = path.read_bytes().strip()
     except OSError:
         return None
     if not re.fullmatch(rb"[\x21-\x7e]*", key):
-        raise RigctlError(f"the API key in {CREDENTIAL} is not one line of plain characters: deploy again")
+        raise RigctlError(f"the API key in {path} is not one line of plain characters: deploy again")
     return key.decode() or None
 
 

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     specification = None
     try:
         specification = Specification.read(arguments.specification)
-        return Supervisor(specification, arguments.argv, api_key()).run()
+        return Supervisor(specification, arguments.argv, api_key(specification.unit)).run()
     except RigctlError as error:
         if specification is not None:
             ended.note(specification.runtime / "cause.json", {"cause": str(error)})
