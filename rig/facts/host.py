@@ -5,14 +5,18 @@ output; only a document that is none at all raises FactsError.
 """
 
 import contextlib
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
+from pydantic_core import from_json
+
+from rig.facts.document import Answer, Checkpoint, Device, FactsDocument, Place
 from rigctl.contract.comparison import version_tuple
+from rigctl.contract.order import faults
 
 SCHEMA = 1
 # systemd-detect-virt exits 1 for "none", dpkg-query when one of many patterns matches nothing.
@@ -304,38 +308,41 @@ class HostFacts:
 def parse_host(document: str) -> HostFacts:
     """The facts in a document of remote_script.py. Raises FactsError when it is none."""
     try:
-        raw = json.loads(document)
+        raw = from_json(document)
     except ValueError as error:
         raise FactsError(f"the facts script did not answer with JSON ({error}): {document[:200]!r}") from error
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
         raise FactsError(f"facts of schema {SCHEMA} are needed, got {str(raw)[:200]!r}")
-    return _Reader(raw).facts()
+    try:
+        return _Reader(FactsDocument.model_validate(raw)).facts()
+    except ValidationError as error:
+        wrong = "; ".join([*faults(error, FactsDocument, raw)][:5])
+        raise FactsError(f"the facts script's document is not as this version reads it: {wrong}") from None
 
 
 class _Reader:
-    """Turns one raw document into HostFacts, collecting why things are unknown on the way."""
+    """Turns one document into HostFacts, collecting why things are unknown on the way."""
 
-    def __init__(self, raw: Mapping[str, Any]) -> None:
+    def __init__(self, raw: FactsDocument) -> None:
         self.raw = raw
-        self.unknown: dict[str, str] = dict(raw["unknown"])
+        self.unknown = dict(raw.unknown)
 
     def file(self, path: str) -> str | None:
-        text: str | None = self.raw["files"].get(path)
-        return text
+        return self.raw.files.get(path)
 
     def output(self, name: str) -> str | None:
         """What a command printed, None (noted) when it could not be run or failed."""
-        answer = self.raw["commands"].get(name)
+        answer = self.raw.commands.get(name)
         if answer is None:
             return None
-        if answer["rc"] != 0 and name not in ANSWER_BY_EXIT_CODE:
-            self.unknown[f"command:{name}"] = _first_line(answer["err"] or answer["out"]) or f"exit code {answer['rc']}"
-        return None if answer["rc"] is None else str(answer["out"])
+        if answer.rc != 0 and name not in ANSWER_BY_EXIT_CODE:
+            self.unknown[f"command:{name}"] = _first_line(answer.err or answer.out) or f"exit code {answer.rc}"
+        return None if answer.rc is None else answer.out
 
     def facts(self) -> HostFacts:
-        raw, cpu = self.raw, self.raw["cpu"]
+        raw, cpu = self.raw, self.raw.cpu
         gpus, smi_error = self._gpus()
-        memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", self.file("/proc/meminfo") or "", re.M))
+        memory = dict(re.findall(r"^(\w+):\s+(\d{1,15}) kB", self.file("/proc/meminfo") or "", re.M))
         apt = self.output("apt_config") or ""
         os_release = dict(re.findall(r'^(\w+)="?([^"\n]*)', self.file("/etc/os-release") or "", re.M))
         listing, relations = self.output("topology") or "", relations_by_path(gpus)
@@ -348,92 +355,99 @@ class _Reader:
             relations=relations,
             relations_guessed=not told,
             p2p=self._p2p(len(gpus)),
-            processes=parse_compute_apps(self.raw["commands"].get("compute_apps", {})),
+            processes=parse_compute_apps(raw.commands.get("compute_apps", Answer())),
             driver=self._driver(smi_error),
             cpu=Cpu(
-                cpu.get("vendor"),
-                _int(cpu.get("family")),
-                _int(cpu.get("model")),
-                cpu.get("name"),
-                cpu.get("sockets") or None,
-                cpu.get("count"),
-                tuple(cpu.get("governors", ())),
+                cpu.vendor,
+                _int(cpu.family),
+                _int(cpu.model),
+                cpu.name,
+                cpu.sockets or None,
+                cpu.count,
+                cpu.governors,
             ),
             memory_bytes=int(memory["MemTotal"]) * 1024 if "MemTotal" in memory else None,
             swap=int(memory["SwapTotal"]) > 0 if "SwapTotal" in memory else None,
-            numa_nodes=count_ranges(self.file("/sys/devices/system/node/online")),
-            kernel=raw.get("kernel"),
-            machine=raw.get("machine"),
+            numa_nodes=self._numa_nodes(),
+            kernel=raw.kernel,
+            machine=raw.machine,
             command_line=parse_command_line(self.file("/proc/cmdline")),
-            iommu_groups=raw["iommu"].get("groups"),
-            iommu_types=tuple(raw["iommu"].get("types", ())),
+            iommu_groups=raw.iommu.groups,
+            iommu_types=raw.iommu.types,
             virtualisation=self._virtualisation(),
             container=self._container(),
             os_id=os_release.get("ID"),
             os_version=os_release.get("VERSION_ID"),
-            glibc=version_tuple((raw.get("glibc") or "").removeprefix("glibc ")) or None,
-            paths={one["path"]: _data_path(one) for one in raw["paths"]},
-            models=_models(raw.get("models", ())),
-            partial={one["path"]: size for one in raw.get("models", ()) if one and (size := one.get("partial"))},
-            environments=tuple(raw.get("environments", ())),
-            toolkits={home: parse_nvcc(text) for home, text in raw.get("toolkits", {}).items()},
-            gcc=version_tuple(raw.get("gcc")) or None,
-            sysctls=raw["sysctls"],
+            glibc=version_tuple((raw.glibc or "").removeprefix("glibc ")) or None,
+            paths={one.path: _data_path(one) for one in raw.paths},
+            models=_models(raw.models),
+            partial={one.path: one.partial for one in raw.models if one and one.partial},
+            environments=raw.environments,
+            toolkits={home: parse_nvcc(text) for home, text in raw.toolkits.items()},
+            gcc=version_tuple(raw.gcc) or None,
+            sysctls=raw.sysctls,
             units=parse_units(self.output("units") or ""),
             packages=parse_packages(self.output("packages") or ""),
             holds=tuple((self.output("apt_holds") or "").split()),
             unattended_upgrades=_unattended(apt),
             upgrade_blacklist=tuple(re.findall(r'^Unattended-Upgrade::Package-Blacklist:: "([^"]+)"', apt, re.M)),
-            ports=None if raw.get("ports") is None else tuple(raw["ports"]),
-            secure_boot=raw.get("secure_boot"),
+            ports=raw.ports,
+            secure_boot=raw.secure_boot,
             boot_files={
                 path: text
-                for path, text in raw["files"].items()
+                for path, text in raw.files.items()
                 if text is not None and path.startswith(("/etc/default/", "/etc/kernel/", "/etc/modprobe.d/"))
             },
             our_arguments=parse_command_line(self.file("/var/lib/kimi-rig/kernel-arguments")) or (),
             boot_loader=self._boot_loader(),
             clock_synchronised=_clock(self.output("time_sync") or ""),
-            device_nodes=tuple(raw["device_nodes"]),
-            nvidia_uvm_node="/dev/nvidia-uvm" in raw["exists"],
+            device_nodes=raw.device_nodes,
+            nvidia_uvm_node="/dev/nvidia-uvm" in raw.exists,
             preload=tuple((self.file("/etc/ld.so.preload") or "").split()),
             # Not the rest of the line: it names processes, in their own words.
             xids=tuple(f"Xid {code} ({at})" for at, code in XID.findall(self.output("xid") or "")),
-            accepted=tuple(raw.get("accepted") or ()),
-            probes=raw["probes"],
-            seconds=raw.get("seconds"),
+            accepted=raw.accepted,
+            probes=raw.probes,
+            seconds=raw.seconds,
             unknown=self.unknown,
         )
 
     def _gpus(self) -> tuple[tuple[Gpu, ...], str | None]:
-        answer = self.raw["commands"].get("gpus", {"rc": None, "out": "", "err": "not asked"})
-        rows, error = parse_gpu_query(answer["out"]), None
+        answer = self.raw.commands.get("gpus", Answer(err="not asked"))
+        rows, error = parse_gpu_query(answer.out), None
         more = parse_gpu_query(self.output("health") or "")
         rows = {address: {**more.get(address, {}), **row} for address, row in rows.items()}
-        if answer["rc"] != 0:
-            error = _first_line(answer["err"]) or _error_line(answer["out"]) or f"exit code {answer['rc']}"
+        if answer.rc != 0:
+            error = _first_line(answer.err) or _error_line(answer.out) or f"exit code {answer.rc}"
             self.unknown["command:gpus"] = error
         elif not rows:
-            error = _first_line(answer["out"]) or "it lists no card"
-        devices = [one for one in self.raw["pci"] if one["class"].startswith("0x03")]
-        gpus = tuple(_gpu(index, one, rows) for index, one in enumerate(devices))
+            error = _first_line(answer.out) or "it lists no card"
+        gpus = tuple(_gpu(index, one, rows) for index, one in enumerate(one for one in self.raw.pci if one.display))
         if rows and (silent := [gpu.address for gpu in gpus if not (gpu.answers or gpu.taken)]):
             error = error or f"{', '.join(silent)} is on the bus and does not answer"
         return gpus, error
 
+    def _numa_nodes(self) -> int | None:
+        path = "/sys/devices/system/node/online"
+        text = self.file(path)
+        count = count_ranges(text)
+        if text is not None and count is None:
+            self.unknown[path] = f"{text.strip()[:80]!r} is no list of numbers"
+        return count
+
     def _bridges(self) -> dict[str, Bridge]:
         bridges = {}
-        for one in self.raw["pci"]:
-            if one["class"].startswith("0x03"):
+        for one in self.raw.pci:
+            if one.display:
                 continue
             # Control word: bit 2 P2P Request Redirect, bit 3 Completion Redirect (PCI Express Base Spec.).
-            redirects = bool(one["acs"][1] & 0b1100) if one["acs"] else False
-            bridges[one["address"]] = Bridge(
-                one["address"],
-                _pci_id(one),
-                redirects if one["acs_readable"] else None,
-                _int(one["current_link_width"]),
-                _int(one["max_link_width"]),
+            redirects = bool(one.acs[1] & 0b1100) if one.acs else False
+            bridges[one.address] = Bridge(
+                one.address,
+                one.pci_id,
+                redirects if one.acs_readable else None,
+                _int(one.current_link_width),
+                _int(one.max_link_width),
             )
         return bridges
 
@@ -465,14 +479,14 @@ class _Reader:
             on_disk=modinfo.get("version"),
             signer=modinfo.get("signer"),
             smi_error=None if loaded is None and "No such file" in (smi_error or "") else smi_error,
-            library=_found(r"NVML library version: ([\d.]+)", self.raw["commands"].get("gpus", {}).get("out") or ""),
+            library=_found(r"NVML library version: ([\d.]+)", self.raw.commands.get("gpus", Answer()).out),
         )
 
     def _virtualisation(self) -> str | None:
         answer = (self.output("virtualisation") or "").strip()
         if answer and answer != self._container():
             return answer
-        if self.raw["cpu"].get("hypervisor"):
+        if self.raw.cpu.hypervisor:
             return "vm"
         return "none" if answer else None  # in a container systemd-detect-virt names the container, not the machine
 
@@ -481,13 +495,13 @@ class _Reader:
         if answer:
             return answer
         marks = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
-        return next((name for path, name in marks.items() if path in self.raw["exists"]), None)
+        return next((name for path, name in marks.items() if path in self.raw.exists), None)
 
     def _boot_loader(self) -> str | None:
-        if "/boot/grub/grub.cfg" in self.raw["exists"]:
+        if "/boot/grub/grub.cfg" in self.raw.exists:
             return "grub"
         entries = ("/boot/loader/entries", "/boot/efi/loader/entries", "/efi/loader/entries")
-        return "systemd-boot" if any(path in self.raw["exists"] for path in entries) else None
+        return "systemd-boot" if any(path in self.raw.exists for path in entries) else None
 
 
 def parse_gpu_query(text: str) -> dict[str, dict[str, str | None]]:
@@ -511,14 +525,16 @@ def parse_gpu_query(text: str) -> dict[str, dict[str, str | None]]:
     return rows
 
 
-def parse_compute_apps(answer: Mapping[str, Any]) -> tuple[GpuProcess, ...] | None:
+def parse_compute_apps(answer: Answer) -> tuple[GpuProcess, ...] | None:
     """Processes of `--query-compute-apps=gpu_uuid,pid,used_memory,process_name`; None when it failed."""
-    lines = [line for line in answer.get("out", "").splitlines() if line.strip()]
-    if answer.get("rc") != 0 or not lines or not lines[0].startswith("gpu_uuid"):
+    lines = [line for line in answer.out.splitlines() if line.strip()]
+    if answer.rc != 0 or not lines or not lines[0].startswith("gpu_uuid"):
         return None
     cells = [[cell.strip() for cell in line.split(",", 3)] for line in lines[1:]]
     return tuple(
-        GpuProcess(row[0], int(row[1]), _int(row[2]), row[3]) for row in cells if len(row) == 4 and row[1].isdigit()
+        GpuProcess(row[0], pid, _int(row[2]), row[3])
+        for row in cells
+        if len(row) == 4 and (pid := _int(row[1])) is not None
     )
 
 
@@ -590,10 +606,10 @@ def parse_nvcc(text: str) -> tuple[int, ...] | None:
 
 
 def count_ranges(text: str | None) -> int | None:
-    """How many numbers a kernel list such as "0-3,8" names."""
-    if not text or not re.fullmatch(r"[\d,-]+", text.strip()):
+    """How many numbers a kernel list such as "0-3,8" names; None where it is no such list."""
+    if not re.fullmatch(r"\d{1,9}(-\d{1,9})?(,\d{1,9}(-\d{1,9})?)*", (text or "").strip()):
         return None
-    bounds = (part.split("-") for part in text.strip().split(","))
+    bounds = (part.split("-") for part in (text or "").strip().split(","))
     return sum(int(part[-1]) - int(part[0]) + 1 for part in bounds)
 
 
@@ -603,41 +619,40 @@ def short_address(address: str) -> str:
     return f"{domain[-4:]}:{rest}"
 
 
-def _gpu(index: int, device: Mapping[str, Any], rows: Mapping[str, Mapping[str, str | None]]) -> Gpu:
-    row = rows.get(device["address"], {})
-    pci_id = _pci_id(device)
-    model = GPU_MODELS.get(pci_id)
+def _gpu(index: int, device: Device, rows: Mapping[str, Mapping[str, str | None]]) -> Gpu:
+    row = rows.get(device.address, {})
+    model = GPU_MODELS.get(device.pci_id)
     capability = version_tuple(row.get("compute_cap"))
-    node = _int(device["numa_node"])
+    node = _int(device.numa_node)
     return Gpu(
         index=index,
-        address=device["address"],
-        pci_id=pci_id,
-        answers=device["address"] in rows if rows else None,
-        name=row.get("name") or (model.name if model else f"NVIDIA card {pci_id}"),
+        address=device.address,
+        pci_id=device.pci_id,
+        answers=device.address in rows if rows else None,
+        name=row.get("name") or (model.name if model else f"NVIDIA card {device.pci_id}"),
         compute_capability=(capability[0], capability[1])
         if capability and len(capability) == 2
         else model.compute_capability
         if model
         else None,
         memory_mib=_int(row.get("memory.total")) or (model.memory_mib if model else None),
-        bar1_bytes=max(device["bars"], default=0) or None,
-        link_gen=_int(row.get("pcie.link.gen.current")) or link_generation(device["current_link_speed"]),
-        link_gen_max=_least(link_generation(device["max_link_speed"]), _int(row.get("pcie.link.gen.max"))),
-        link_width=_int(row.get("pcie.link.width.current")) or _int(device["current_link_width"]),
-        link_width_max=_int(row.get("pcie.link.width.max")) or _int(device["max_link_width"]),
+        bar1_bytes=max(device.bars, default=0) or None,
+        link_gen=_int(row.get("pcie.link.gen.current")) or link_generation(device.current_link_speed),
+        link_gen_max=_least(link_generation(device.max_link_speed), _int(row.get("pcie.link.gen.max"))),
+        link_width=_int(row.get("pcie.link.width.current")) or _int(device.current_link_width),
+        link_width_max=_int(row.get("pcie.link.width.max")) or _int(device.max_link_width),
         power_limit_w=_float(row.get("power.limit")),
         power_default_w=_float(row.get("power.default_limit")),
         power_min_w=_float(row.get("power.min_limit")),
         power_max_w=_float(row.get("power.max_limit")),
         mig={"enabled": True, "disabled": False}.get((row.get("mig.mode.current") or "").lower()),
         numa_node=None if node is None or node < 0 else node,
-        host_bridge=device["path"][0] if device["path"] else "",
-        bridges=tuple(device["path"][1:]),
-        bound_to=device["driver"],
+        host_bridge=device.path[0] if device.path else "",
+        bridges=device.path[1:],
+        bound_to=device.driver,
         ecc_errors=_int(row.get("ecc.errors.uncorrected.volatile.total")),
-        aer={name: int(count) for name, count in (device.get("aer") or {}).items()},
-        clique=device.get("clique"),
+        aer=device.aer,
+        clique=device.clique,
     )
 
 
@@ -647,31 +662,24 @@ def link_generation(speed: str | None) -> int | None:
     return rates.get((speed or "").split(" ")[0])
 
 
-def _data_path(one: Mapping[str, Any]) -> DataPath:
+def _data_path(one: Place) -> DataPath:
     disks = []
-    for disk in one["disks"]:
-        words = (disk["scheduler"] or "").split()
+    for disk in one.disks:
+        words = (disk.scheduler or "").split()
         current = next((word.strip("[]") for word in words if word.startswith("[")), words[0] if words else None)
-        disks.append(Disk(disk["name"], current, disk["model"]))
-    return DataPath(
-        one["path"],
-        one["exists"],
-        one["mount"],
-        one["type"],
-        one["source"],
-        one["size"],
-        one["free"],
-        one["device"],
-        tuple(disks),
-    )
+        disks.append(Disk(disk.name, current, disk.model))
+    place = (one.path, one.exists, one.mount, one.type, one.source, one.size, one.free, one.device)
+    return DataPath(*place, tuple(disks))
 
 
-def _models(found: Sequence[Mapping[str, Any] | None]) -> dict[str, tuple[Mapping[str, Any], int]]:
-    models = {}
+def _models(found: Sequence[Checkpoint | None]) -> dict[str, tuple[Mapping[str, Any], int]]:
+    models: dict[str, tuple[Mapping[str, Any], int]] = {}
     for one in found:
-        if one and one["config"] and one["bytes"]:
+        if one and one.config and one.bytes:
             with contextlib.suppress(ValueError):
-                models[one["path"]] = (json.loads(one["config"]), one["bytes"])
+                config = from_json(one.config)
+                if isinstance(config, dict):
+                    models[one.path] = (config, one.bytes)
     return models
 
 
@@ -685,10 +693,6 @@ def _unattended(apt: str) -> bool | None:
 def _clock(text: str) -> bool | None:
     found = re.search(r"^NTPSynchronized=(yes|no)$", text, re.M)
     return None if found is None else found[1] == "yes"
-
-
-def _pci_id(device: Mapping[str, Any]) -> str:
-    return ":".join((device[part] or "").removeprefix("0x") for part in ("vendor", "device"))
 
 
 def _found(pattern: str, text: str) -> str | None:

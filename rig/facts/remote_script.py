@@ -304,6 +304,8 @@ def pci() -> list[dict[str, Any]]:
     for folder in sorted(glob.glob("/sys/bus/pci/devices/*")):
         if attribute(folder, "vendor") != NVIDIA or not (attribute(folder, "class") or "").startswith("0x03"):
             continue
+        if os.path.exists(folder + "/physfn"):
+            continue  # a virtual function, which is for a guest (SR-IOV)
         gpu = pci_device(os.path.basename(folder))
         found[gpu["address"]] = gpu
         for above in gpu["path"]:

@@ -26,7 +26,7 @@ class HostBasics(FactBase[Basics]):
     def command(self) -> str:
         return (
             '. /etc/os-release; echo "os $ID-$VERSION_ID"; echo "machine $(uname -m)"; '
-            "for d in /sys/bus/pci/devices/*; do "
+            "for d in /sys/bus/pci/devices/*; do [ -e $d/physfn ] && continue; "
             'case "$(cat $d/vendor 2>/dev/null) $(cat $d/class 2>/dev/null)" in '
             '"0x10de 0x03"*) echo "gpu $(cat $d/device)";; esac; done'
         )

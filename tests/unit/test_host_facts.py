@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from rig.catalog.entries import ROOT
 from rig.facts import remote_script
+from rig.facts.document import Answer
 from rig.facts.host import (
     FactsError,
     Gpu,
@@ -76,9 +78,10 @@ def test_a_process_that_holds_gpu_memory_is_seen_and_seen_gone() -> None:
     held = parse_host(json.dumps(recorded("held"))).processes
     assert held is not None
     assert [(one.memory_mib, one.name) for one in held] == [(8802, "python3")]
-    after = {"rc": 0, "out": (H200 / "apps-after.txt").read_text()}
-    assert parse_compute_apps(after) == ()
-    assert parse_compute_apps({"rc": 9, "out": "Unable to determine the device handle"}) is None
+    assert parse_compute_apps(Answer(rc=0, out=(H200 / "apps-after.txt").read_text())) == ()
+    assert parse_compute_apps(Answer(rc=9, out="Unable to determine the device handle")) is None
+    odd = "gpu_uuid, pid\nGPU-0, \u00b2, 8, x\nGPU-1, 7, 8, y\n"
+    assert [one.pid for one in parse_compute_apps(Answer(rc=0, out=odd)) or ()] == [7]
 
 
 def test_a_bare_host_shows_the_same_card_as_one_with_its_driver() -> None:
@@ -139,9 +142,26 @@ def test_cells_without_a_value_are_unknown() -> None:
 
 
 def test_a_document_that_is_none_is_refused() -> None:
-    for text in ("", "sh: python3: not found", "{}", "[1]", '{"schema": 99}'):
+    for text in ("", "sh: python3: not found", "{}", "[1]", '{"schema": 99}', '{"schema": 1}', "[" * 9000, '"\\ud800"'):
         with pytest.raises(FactsError):
             parse_host(text)
+    for key, value, words in (
+        ("pci", None, "pci: "),
+        ("cpu", {"count": "many"}, "cpu.count: "),
+        ("pci", [{"address": 1}], "pci.0.address: "),
+        ("commands", {"gpus": {"rc": "x"}}, "commands.gpus.rc: "),
+    ):
+        with pytest.raises(FactsError, match=re.escape(words)):
+            parse_host(json.dumps(recorded() | {key: value}))
+
+
+@pytest.mark.parametrize("text", ["-", ",", "0-", "-3", "0,,1", "\u00b2", "0-x", "9" * 5000])
+def test_a_list_that_is_none_is_unknown_and_said(text: str) -> None:
+    raw = recorded()
+    raw["files"]["/sys/devices/system/node/online"] = f"{text}\n"
+    facts = parse_host(json.dumps(raw))
+    assert facts.numa_nodes is None
+    assert "is no list of numbers" in facts.unknown["/sys/devices/system/node/online"]
 
 
 def test_matrices_as_recorded_and_published() -> None:
@@ -323,3 +343,15 @@ def test_a_container_is_not_taken_for_the_machine_below_it(hypervisor: bool, mac
     document["cpu"]["hypervisor"] = hypervisor
     facts = parse_host(json.dumps(document))
     assert (facts.virtualisation, facts.container) == (machine, "docker")
+
+
+def test_a_virtual_function_is_no_card_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With SR-IOV on, a card shows up to 48 more devices of its own id (bigstack-oss/cubecos#312)."""
+    for address in ("0000:42:00.0", "0000:42:00.4"):
+        (tmp_path / address).mkdir()
+        for name, text in (("vendor", "0x10de"), ("class", "0x030200")):
+            (tmp_path / address / name).write_text(text)
+    (tmp_path / "0000:42:00.4" / "physfn").symlink_to(tmp_path / "0000:42:00.0")
+    monkeypatch.setattr(remote_script.glob, "glob", lambda _: sorted(map(str, tmp_path.iterdir())))
+    monkeypatch.setattr(remote_script, "pci_device", lambda address: {"address": address, "path": []})
+    assert [one["address"] for one in remote_script.pci()] == ["0000:42:00.0"]
