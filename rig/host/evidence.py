@@ -43,6 +43,11 @@ class Report(Part):
             raise ValueError("it is neither for nor against a rule")
         return self
 
+    @property
+    def brief(self) -> str:
+        """What it says, its figure and where: without the host and the author."""
+        return f"{self.says}{f' ({self.figure})' if self.figure else ''}: {self.source}"
+
     def __str__(self) -> str:
         seen = [self.host, self.driver and f"driver {self.driver}", self.nccl and f"NCCL {self.nccl}"]
         seen += [f"{self.ranks} ranks" if self.ranks else None, self.model, self.figure]

@@ -147,10 +147,10 @@ def _lines(names: str, setting: Setting, stands: Standing, everything: bool) -> 
             for report in reports:
                 yield from _wrapped(f"{stance}: {report}")
         yield from _wrapped(f"{setting.source if not setting.supports else setting.confidence}")
-    elif setting.against:
+    elif setting.against and stands is not Standing.EXPLAINED:
         for stance, reports in (("for", setting.supports[:1]), ("against", setting.against[:1])):
             for report in reports:
-                yield f"    {stance}: {textwrap.shorten(str(report), WIDTH - 16, placeholder=' ...')}"
+                yield f"    {stance}: {textwrap.shorten(report.brief, WIDTH - 16, placeholder=' ...')}"
 
 
 def _applied(decision: Decision) -> dict[str, str | None]:

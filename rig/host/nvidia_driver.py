@@ -42,19 +42,18 @@ def driver_step(facts: HostFacts, minimum: str, *, upgrade: bool, in_use: bool) 
     in_use: an engine of ours runs, or some process holds memory of a card.
     """
     driver = facts.driver
-    if not facts.gpus or facts.container not in (None, "none"):
-        return DriverStep(
-            Action.KEEP, "there is no NVIDIA card" if not facts.gpus else "a container takes its host's driver"
-        )
+    contained = facts.container not in (None, "none")
+    if contained or all(gpu.taken for gpu in facts.gpus):
+        cards = "all NVIDIA cards belong to guests" if facts.gpus else "there is no NVIDIA card"
+        return DriverStep(Action.KEEP, "a container takes its host's driver" if contained else cards)
     if driver.version is None and driver.on_disk is None:
         return DriverStep(Action.INSTALL, "no driver is installed")
     loaded = f"driver {driver.version}" if driver.version else "no driver"
     wrong = _wrong(facts, minimum)
-    if wrong is None and (driver.version is None or driver.mismatch):
-        why = f"{loaded} is loaded, {driver.on_disk or 'another version'} is installed"
-        return DriverStep(Action.KEEP, why, reboot=why)
     if wrong is None:
-        return DriverStep(Action.KEEP, f"{loaded} works and is kept")
+        differs = f"{loaded} is loaded, {driver.on_disk or 'another version'} is installed"
+        waits = driver.version is None or driver.mismatch
+        return DriverStep(Action.KEEP, differs if waits else f"{loaded} works and is kept", differs if waits else None)
     if not upgrade or in_use:
         what = (
             "the cards are in use: stop what uses them first"

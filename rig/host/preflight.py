@@ -1,8 +1,8 @@
 """Everything that could fail later, found before anything long begins, and all of it at once. Pure."""
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 
@@ -13,13 +13,14 @@ from rig.host.live_settings import reboot_needed, reboot_recommended
 from rig.host.memory_fit import Fit
 from rig.host.settings import TIME_UNIT, Confidence, Kind, kernel_token
 from rig.host.topology import NO_LOADER, REFUSED_ATTENTION, Decision
-from rigctl.contract.comparison import version_tuple
+from rigctl.contract.comparison import key_values, version_tuple
 
 GIB = 1 << 30
 SHM = "/dev/shm"  # noqa: S108
 PEERS = 8
 """Peers of a card without NVSwitch (CUDA programming guide, peer-to-peer memory access)."""
 CORRECTABLE = 1000
+DWORDS = "NVreg_RegistryDwords"
 SHM_WANTED = 8 * GIB  # the least of the published launches (local-inference-lab/rtx6kpro compose files: 8 to 32 GB)
 RIVALS = (
     "display-manager.service",
@@ -50,6 +51,8 @@ class Finding:
     code: str
     message: str
     remedy: str = ""
+    card: Gpu | None = None
+    """What it is about, until `preflight` puts it into the message: the same of several cards is said once."""
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.message}{'; ' + self.remedy if self.remedy else ''} [{self.code}]"
@@ -90,7 +93,10 @@ class Needs:
 
 def preflight(facts: HostFacts, decision: Decision, needs: Needs) -> list[Finding]:
     """All findings, errors first."""
-    found = [finding for check in CHECKS for finding in check(facts, decision, needs)]
+    said: dict[Finding, list[Gpu | None]] = {}
+    for finding in (finding for check in CHECKS for finding in check(facts, decision, needs)):
+        said.setdefault(replace(finding, card=None), []).append(finding.card)
+    found = [replace(one, message=f"{_named(cards)}{one.message}") for one, cards in said.items()]
     return sorted(found, key=lambda finding: list(Severity).index(finding.severity))
 
 
@@ -123,14 +129,14 @@ def _cards(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Findi
                 else "the IOMMU is left as it is"
             )
             remedy = f"give it back to the nvidia driver, or change `gpus`; {iommu}"
-            yield Finding(severity, "card-taken", f"{_card(gpu)} belongs to {gpu.bound_to}", remedy)
+            yield Finding(severity, "card-taken", f"belongs to {gpu.bound_to}", remedy, gpu)
         elif gpu.answers is False:
-            yield _error("card-silent", f"{_card(gpu)} is on the bus and does not answer", "power the host off and on")
+            yield _error("card-silent", "is on the bus and does not answer", "power the host off and on", gpu)
         if gpu.mig:
-            yield _error("mig", f"{_card(gpu)} is in MIG mode", f"`nvidia-smi -i {gpu.index} -mig 0`")
+            yield _error("mig", "is in MIG mode", f"`nvidia-smi -i {gpu.index} -mig 0`", gpu)
     for gpu in decision.left_out:
         if gpu.answers is not False and not gpu.taken:
-            yield _warning("card-mixed", f"{_card(gpu)} differs from the other cards and serves nothing")
+            yield _warning("card-mixed", "differs from the other cards and serves nothing", card=gpu)
 
 
 def _links(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
@@ -145,32 +151,36 @@ def _links(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Findi
         if (card.link_gen_max or gen_max) < gen_max:
             yield _warning(
                 "link-speed",
-                f"{_card(card)} has PCIe gen {card.link_gen_max} at most in this slot, the cards can do {gen_max}",
-                "check slot, riser and BIOS",
+                f"has PCIe gen {card.link_gen_max} at most in this slot, the cards can do {gen_max}",
+                "check slot, riser and BIOS, where the CPU has that generation",
+                card,
             )
         elif (card.link_gen or gen) < gen:
             yield _warning(
                 "link-speed",
-                f"{_card(card)} runs at PCIe gen {card.link_gen} and others at {gen}",
+                f"runs at PCIe gen {card.link_gen} and others at {gen}",
                 "cards at rest lower it: look again under load",
+                card,
             )
         if (card.link_width or width) < width:
             yield _warning(
                 "link-width",
-                f"{_card(card)} has {card.link_width} of {width} lanes",
+                f"has {card.link_width} of {width} lanes",
                 "check slot, riser and bifurcation",
+                card,
             )
         if len(cards) > 1 and card.bar1_bytes and card.memory_mib and card.bar1_bytes < card.memory_mib << 20:
             yield _warning(
                 "bar1",
-                f"{_card(card)} shows {card.bar1_bytes / GIB:g} GiB of its memory on the bus (BAR1): no P2P",
+                f"shows {card.bar1_bytes / GIB:g} GiB of its memory on the bus (BAR1): no P2P",
                 "switch on Above 4G Decoding and Resizable BAR, and the card's compute mode (displaymodeselector)",
+                card,
             )
 
 
 def _driver(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
     driver, contained = facts.driver, facts.container not in (None, "none")
-    if not facts.gpus:
+    if all(gpu.taken for gpu in facts.gpus):
         return
     outside = "the driver belongs to the host outside this container: for whoever has it" if contained else ""
     replaced = _warning if contained else _note if needs.driver_upgrade else _error
@@ -447,21 +457,27 @@ def _health(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
         yield _warning("xid", f"the driver reported {error} on this boot", "NVIDIA's list of Xid codes says what it is")
     for card in decision.cards:
         if card.ecc_errors:
-            yield _warning(
-                "ecc", f"{_card(card)} has {card.ecc_errors} uncorrectable memory errors", "reset or replace it"
-            )
+            yield _warning("ecc", f"has {card.ecc_errors} uncorrectable memory errors", "reset or replace it", card)
         if found := [f"{card.aer[name]} {name}" for name in ("fatal", "nonfatal") if card.aer.get(name)]:
-            yield _warning("aer", f"{_card(card)} has PCIe errors: {', '.join(found)}", "check slot, riser and cables")
+            yield _warning("aer", f"has PCIe errors: {', '.join(found)}", "check slot, riser and cables", card)
         elif card.aer.get("correctable", 0) > CORRECTABLE:
-            yield _note("aer", f"{_card(card)} has {card.aer['correctable']} corrected PCIe errors since boot")
+            yield _note("aer", f"has {card.aer['correctable']} corrected PCIe errors since boot", card=card)
         shipped = card.power_default_w or (card.model.power_w if card.model else None)
         asked = decision.host.power_limit_w
         if card.power_limit_w and shipped and card.power_limit_w < shipped and asked is None:
             yield _warning(
                 "power-low",
-                f"{_card(card)} is limited to {card.power_limit_w:g} W of the {shipped:g} W it is shipped with",
+                f"is limited to {card.power_limit_w:g} W of the {shipped:g} W it is shipped with",
                 "`nvidia-smi -pl`, or name the limit in host_overrides (power_limit.watts)",
+                card,
             )
+    if old := sorted({"RMForceP2PType", "RMPcieP2PType"} & key_values(facts.parameter("nvidia", DWORDS) or "").keys()):
+        yield _note(
+            "registry-keys",
+            f"{' and '.join(old)} are live in RegistryDwords: with them a driver was seen to offer P2P that then fails "
+            "('invalid device ordinal'), and cuMem IPC to break with NCCL 2.29 and newer",
+            "where that happens, remove them from their file in /etc/modprobe.d, and from ours by host_overrides",
+        )
     if facts.preload:
         yield _warning(
             "preload",
@@ -502,7 +518,7 @@ def _power(watts: int, cards: tuple[Gpu, ...]) -> Iterator[Finding]:
     for card in cards:
         low, high = card.power_min_w, card.power_max_w
         if low is not None and high is not None and not low <= watts <= high:
-            yield _error("power-limit", f"{_card(card)} allows {low:g} to {high:g} W, the override asks for {watts} W")
+            yield _error("power-limit", f"allows {low:g} to {high:g} W, the override asks for {watts} W", card=card)
 
 
 def _attention(name: str, configuration: Configuration, decision: Decision, needs: Needs) -> Iterator[Finding]:
@@ -517,8 +533,11 @@ def _attention(name: str, configuration: Configuration, decision: Decision, need
             yield _error("attention", f"{name}: --{flag} {backend} {why}", f"take {instead}")
 
 
-def _card(gpu: Gpu) -> str:
-    return f"card {gpu.index} ({gpu.address})"
+def _named(about: Iterable[Gpu | None]) -> str:
+    cards = [card for card in about if card is not None]
+    if len(cards) > 1:
+        return f"each of cards {', '.join(str(card.index) for card in cards)} "
+    return f"card {cards[0].index} ({cards[0].address}) " if cards else ""
 
 
 CHECKS = (

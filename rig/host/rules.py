@@ -79,11 +79,11 @@ def _iommu_kept(name: str, value: str) -> Callable[[Situation], str | None]:
         cards = ", ".join(f"{gpu.address} ({gpu.bound_to})" for gpu in s.taken)
         cases = {
             "the operator's iommu argument is followed": asked and not own,
-            f"cards are given to a guest, which needs the IOMMU: {cards}. iommu=pt is what the others could have": (
-                bool(s.taken)
-            ),
             "it passes through on this host, which others report to work as well: kept as it is": (
                 s.iommu is Iommu.PASSTHROUGH and not ours
+            ),
+            f"cards are given to a guest, which needs the IOMMU: {cards}. iommu=pt is what the others could have": (
+                bool(s.taken) and not ours
             ),
             "the command line asks for passthrough, and the IOMMU's groups translate all the same: kept as it is, "
             "without P2P. The kernel's log (iommu) says why; an override of kernel_argument.iommu changes it": (
@@ -180,7 +180,7 @@ def _force_reason(s: Situation) -> str:
     )
 
 
-def _force(name: str, reason: Text, **where: Container[Any]) -> Rule:
+def _force(name: str, reason: Text, machines: Container[Machine] = METAL, **where: Container[Any]) -> Rule:
     return Rule(
         name,
         Kind.MODULE_OPTION,
@@ -188,7 +188,7 @@ def _force(name: str, reason: Text, **where: Container[Any]) -> Rule:
         _live_force,
         reason,
         where={"peers": TRUE, "rtx_pro": TRUE, **where},
-        machines=METAL,
+        machines=machines,
         kept=_live_kept,
         live=lambda s: s.forced and not s.dwords_ours,
         applies=False,
@@ -323,6 +323,12 @@ HOST = (
         "force-p2p-mixed",
         "nothing was published for cards of which some hang on the CPU directly and some behind a switch",
         links=MIXED,
+    ),
+    _force(
+        "force-p2p-vm",
+        "in a virtual machine the path between two cards is the hypervisor's secret",
+        machines=(Machine.VM,),
+        forced=TRUE,
     ),
     Rule(
         "persistence",

@@ -5,7 +5,6 @@ then, and the settings of NCCL and the engines. The first is about the host, the
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -92,12 +91,13 @@ def decide(
 
 
 def usable_cards(facts: HostFacts) -> tuple[Gpu, ...]:
-    """The largest set of equal cards that answer and are no guest's; of two as large, the one first on the bus."""
-    alive = [gpu for gpu in facts.gpus if gpu.answers is not False and not gpu.taken]
-    if not alive:
-        return ()
-    kind = Counter(gpu.pci_id for gpu in alive).most_common(1)[0][0]
-    return tuple(gpu for gpu in alive if gpu.pci_id == kind)
+    """The equal cards with the most memory together that answer and are no guest's; of two such sets the larger one."""
+    kinds: dict[str, list[Gpu]] = {}
+    for gpu in facts.gpus:
+        if gpu.answers is not False and not gpu.taken:
+            kinds.setdefault(gpu.pci_id, []).append(gpu)
+    most = max(kinds.values(), key=lambda kind: (sum(gpu.memory_mib or 0 for gpu in kind), len(kind)), default=[])
+    return tuple(most)
 
 
 def _setting(rule: Rule, situation: Situation) -> Setting:

@@ -58,6 +58,12 @@ def test_the_driver_that_the_next_boot_loads_is_compared() -> None:
     assert staged.action is Action.KEEP and staged.reboot is not None
 
 
+def test_a_host_whose_cards_are_all_of_guests_gets_no_driver() -> None:
+    taken = tuple(replace(card, bound_to="vfio-pci") for card in hosts.bare(SOUND).gpus)
+    step = driver_step(replace(hosts.bare(SOUND), gpus=taken), "580", upgrade=True, in_use=False)
+    assert (step.action, step.reason) == (Action.KEEP, "all NVIDIA cards belong to guests")
+
+
 def test_proprietary_modules_are_fine_on_hopper() -> None:
     assert action(replace(hosts.H200_1, driver=Driver("590.48.01", False))) is Action.KEEP
 

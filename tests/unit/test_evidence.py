@@ -28,7 +28,7 @@ def test_every_record_is_about_a_rule_and_every_rule_has_one() -> None:
     assert not named - RULES.keys()
     without = RULES.keys() - named
     # Nothing was published about it, as it says.
-    assert without == {"force-p2p-mixed"}
+    assert without == {"force-p2p-mixed", "force-p2p-vm"}
 
 
 def test_a_page_is_no_author() -> None:
@@ -81,7 +81,7 @@ def test_the_file_is_one_record_a_line() -> None:
 def test_opposing_reports_are_shown() -> None:
     page = explain_text("host", hosts.TURIN_DIRECT, decide(hosts.TURIN_DIRECT))
     iommu = page[page.index("iommu = off") :]
-    assert "3 for, 2 against" in iommu.splitlines()[0]
+    assert "4 for, 3 against" in iommu.splitlines()[0]
     assert "against: iommu=pt works as well" in iommu
     whole = explain_text("host", hosts.TURIN_DIRECT, decide(hosts.TURIN_DIRECT), everything=True)
     assert "sjug/rtx6kpro optimization/io-tuning.md, sjug, 2026-08-04" in whole

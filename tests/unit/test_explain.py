@@ -118,7 +118,7 @@ def test_the_page_of_a_recorded_host_is_three_screens() -> None:
     page = recorded_page(ROOT / "rig/facts/turin-direct.json")
     assert len(page["text"].splitlines()) <= 3 * 50
     assert max(len(line) for line in page["text"].splitlines()) <= 120
-    for words in ("2 against", "against: ", "NCCL 2.27.5, 8 ranks", "environment.NCCL_PROTO = LL", "Left alone too"):
+    for words in ("3 against", "against: ", "NCCL 2.27.5, 8 ranks", "environment.NCCL_PROTO = LL", "Left alone too"):
         assert words in page["text"], words
     assert len(page["all"].splitlines()) > len(page["text"].splitlines())
 

@@ -326,3 +326,25 @@ def test_a_driver_that_a_reboot_loads_is_not_installed() -> None:
     facts = replace(hosts.bare(SOUND), driver=Driver(on_disk="595.58.03"))
     [none] = [one for one in preflight(facts, decide(facts), NEEDS) if one.code == "driver-none"]
     assert none.remedy == "a reboot loads 595.58.03"
+
+
+def test_what_is_so_of_several_cards_is_said_once() -> None:
+    old = replace(SOUND, gpus=tuple(replace(card, link_gen_max=4, link_gen=4) for card in SOUND.gpus))
+    [found] = [one for one in preflight(old, decide(old), NEEDS) if one.code == "link-speed"]
+    assert found.message.startswith("each of cards 0, 1, 2, 3, 4, 5, 6, 7 has PCIe gen 4 at most")
+    hurt = with_card(2, ecc_errors=4)
+    [one] = [one for one in preflight(hurt, decide(hurt), NEEDS) if one.code == "ecc"]
+    assert one.message == f"card 2 ({SOUND.gpus[2].address}) has 4 uncorrectable memory errors"
+
+
+def test_a_hypervisor_is_not_promised_a_driver() -> None:
+    taken = tuple(replace(card, bound_to="vfio-pci") for card in hosts.bare(SOUND).gpus)
+    facts = replace(hosts.bare(SOUND), gpus=taken)
+    assert "driver-none" not in codes(facts, Needs())
+
+
+def test_registry_keys_that_reports_blame_are_named() -> None:
+    live = {"RegistryDwords": "ForceP2P=0x11;RMForceP2PType=1"}
+    facts = replace(SOUND, driver=replace(SOUND.driver, parameters=live))
+    [found] = [one for one in preflight(facts, decide(facts), NEEDS) if one.code == "registry-keys"]
+    assert found.message.startswith("RMForceP2PType")

@@ -679,3 +679,24 @@ def test_what_a_reason_cites_is_in_the_evidence(name: str) -> None:
         evidence = " ".join(str(report) for report in (*one.supports, *one.against))
         cited = re.findall(r"[\w.-]+/[\w./-]+(?:#\d+|\.(?:py|md|c))|Linux [\d.]+", one.reason)
         assert not [source for source in cited if source not in evidence], one.key
+
+
+def test_of_cards_of_two_kinds_those_with_the_most_memory_serve() -> None:
+    """A gaming card beside one RTX PRO 6000, first on the bus: published more than once."""
+    for count in (1, 2):
+        cards = hosts.direct(count + 1)
+        cards[:count] = [replace(card, pci_id="10de:2b85", memory_mib=32607) for card in cards[:count]]
+        assert decide(machine(hosts.GENOA, cards)).host.gpus == (count,)
+
+
+def test_registry_keys_of_a_virtual_machine_are_shown_and_kept() -> None:
+    facts = with_dwords(hosts.VIRTUAL, LIVE)
+    setting = decide(facts).find(DWORDS)
+    assert setting is not None and setting.kept and setting.value == LIVE
+    assert decide(hosts.VIRTUAL).find(DWORDS) is None
+
+
+def test_a_host_that_passes_through_already_is_not_advised_to() -> None:
+    cards = [replace(card, bound_to="vfio-pci") if card.index > 5 else card for card in hosts.TURIN_DIRECT.gpus]
+    facts = replace(hosts.TURIN_DIRECT, gpus=tuple(cards), iommu_types=("identity",))
+    assert "kept as it is" in reason(decide(facts), "kernel_argument.iommu")
