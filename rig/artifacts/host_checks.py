@@ -95,10 +95,11 @@ def fits(plan: HostPlan) -> tuple[tuple[Fit, ...], dict[str, str]]:
 
 def _model(plan: HostPlan, checkpoint: str) -> Model | None:
     entry = plan.checkpoints[checkpoint]
-    if (found := plan.facts.models.get(plan.checkpoint_paths[checkpoint])) is not None:
-        return Model(found[0], total=found[1])
     size = expected_bytes(checkpoint, entry)
-    return Model(entry.shape, total=size) if entry.shape and size else None
+    of_catalogue = Model(entry.shape, total=size) if entry.shape and size else None
+    found = plan.facts.models.get(plan.checkpoint_paths[checkpoint])
+    on_host = Model(found[0], total=found[1]) if found is not None else None
+    return on_host if on_host is not None and on_host.known else of_catalogue
 
 
 def running_configurations(plan: HostPlan) -> list[str]:

@@ -321,6 +321,8 @@ def load_catalog(overlay: str | None = None, inventory: Path | None = None) -> C
 def _load(overlay: str | None, inventory: Path) -> Catalog:
     documents = {name: _read(inventory, f"{name}.yaml") for name in SECTIONS}
     if overlay is not None:
+        if not (inventory / "overlays" / overlay).is_file():
+            raise CatalogError(f"catalogue_overlay: inventory/overlays/{overlay} cannot be read: there is no such file")
         documents = _overlaid(documents, _read(inventory, f"overlays/{overlay}"))
     findings: list[Finding] = []
     documents["serving"] = _resolve_extends(documents["serving"], findings)

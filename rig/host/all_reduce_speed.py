@@ -33,10 +33,10 @@ def link_speed(facts: HostFacts, cards: Iterable[Gpu]) -> float | None:
 
 def verdict(output: str, facts: HostFacts, cards: Iterable[Gpu], *, p2p: bool) -> tuple[bool, str]:
     """Whether what files/host/all_reduce.py printed is sound, and in words. p2p: NCCL may use it."""
-    told = re.search(r"sum ok, ([\d.]+) GB/s", output)
-    if told is None:
+    found = re.search(r"sum ok, (\d+(?:\.\d+)?) GB/s", output)
+    if found is None:
         return False, "the all-reduce gave no sum"
-    speed, link = float(told[1]), link_speed(facts, cards)
+    speed, link = float(found[1]), link_speed(facts, cards)
     if link is None:
         return True, f"{speed:.1f} GB/s; what the links allow is not known"
     share = f"{speed:.1f} GB/s of {link:.0f} that the narrowest link carries"

@@ -99,15 +99,15 @@ def explain_text(
         lines += _settings(members, facts, everything)
     lines += _by_configuration(decision, configurations or {})
     rest = [one for one in decision.settings if not one.applied]
-    told = [
+    grounds = [
         one
         for one in rest
         if everything or one.kept or one.blocked or one.replaces or one.against or (one.outside and one.founded)
     ]
-    if told:
+    if grounds:
         lines += _title("Known, and left alone")
-        lines += _settings(told, facts, everything)
-    if others := [one for one in rest if one not in told]:
+        lines += _settings(grounds, facts, everything)
+    if others := [one for one in rest if one not in grounds]:
         names = ", ".join(f"{one.name}={'unset' if one.value is None else one.value}" for one in others)
         lines += ["", *_wrapped(f"Left alone too, for a single report or none (--all says why): {names}")]
     if facts.unknown:

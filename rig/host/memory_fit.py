@@ -30,8 +30,14 @@ class Model:
         return nested if isinstance(nested, Mapping) else self.config
 
     def number(self, name: str) -> int:
-        """A whole number of the text config, 0 when it is absent or null."""
-        return int(self.text.get(name) or 0)
+        """A whole number of the text config, 0 when it is absent or no such number."""
+        value = self.text.get(name)
+        return int(value) if isinstance(value, int | float) and 0 < value < 1 << 40 else 0
+
+    @property
+    def known(self) -> bool:
+        """The config says what its cache takes."""
+        return self.kv_per_token(1) > 0
 
     @property
     def latent(self) -> bool:
@@ -57,7 +63,7 @@ class Model:
             per_layer = self.number("kv_lora_rank") + self.number("qk_rope_head_dim")
             return -(-layers * per_layer * width // context_parallel)
         heads = self.number("num_key_value_heads") or self.number("num_attention_heads")
-        head = self.number("head_dim") or self.number("hidden_size") // self.number("num_attention_heads")
+        head = self.number("head_dim") or self.number("hidden_size") // max(1, self.number("num_attention_heads"))
         return layers * 2 * -(-heads // tensor_parallel) * head * width
 
 

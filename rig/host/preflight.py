@@ -201,7 +201,7 @@ def _driver(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
             f"driver {driver.version} is loaded, {installed}: no CUDA before a reboot",
             "`make reboot`",
         )
-        return  # the next deploy judges what is loaded then
+        return  # the next deploy compares what is loaded then
     if driver.smi_error:
         yield _error("nvidia-smi", f"nvidia-smi: {driver.smi_error}", "see the kernel's log (NVRM, Xid)")
     if driver.open_module is False and any((gpu.compute_capability or (0, 0)) >= (10, 0) for gpu in facts.gpus):
@@ -495,7 +495,7 @@ def _peer_groups(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator
     if facts.virtualisation not in (None, "none") and not any(card.clique for card in cards):
         yield _note(
             "clique",
-            "this virtual machine is not told which cards may reach each other (no x-nv-gpudirect-clique was seen): "
+            "the hypervisor does not say which cards may reach each other (no x-nv-gpudirect-clique was seen): "
             "P2P may be missing or slow (club-3090#884)",
             "set x-nv-gpudirect-clique for the cards in the hypervisor, where the cards share a switch",
         )

@@ -137,11 +137,9 @@ IOMMU = (
 
 def _force_value(s: Situation) -> str:
     """What is live stays: the keys of others beside ours, ForceP2P with whatever keys it has."""
-    keys = dict(s.dwords)
+    keys = s.dwords if s.dwords_ours else s.dwords | key_values(s.dwords_file[1])
     if s.dwords_ours and not s.forced:
         keys.pop("ForceP2P", None)
-    elif s.dwords_staged and not s.dwords_ours:
-        keys |= key_values(s.dwords_staged)
     missing = [] if "ForceP2P" in keys else [one for one in FORCE_P2P.split(";") if one.partition("=")[0] not in keys]
     return ";".join([*(f"{name}={value}" for name, value in keys.items() if name), *missing])
 
@@ -149,11 +147,11 @@ def _force_value(s: Situation) -> str:
 def _live_kept(s: Situation) -> str | None:
     if not s.forced or s.dwords_ours:
         return None
-    return f"live from {s.dwords_by or 'elsewhere'}, and kept: the order of keys, and further keys, do not matter"
+    return f"live from {s.dwords_file[0] or 'elsewhere'}, and kept: the order of keys, and further keys, do not matter"
 
 
 def _force_kept(s: Situation) -> str | None:
-    where, value = s.dwords_by or "elsewhere", _force_value(s)
+    where, value = s.dwords_file[0] or "elsewhere", _force_value(s)
     if (kept := _live_kept(s)) is not None:
         return kept
     if s.p2p_never or s.p2p is P2P.TRANSLATED:

@@ -156,10 +156,6 @@ class Situation:
 
     # --- The cards
 
-    @property
-    def count(self) -> int:
-        return len(self.cards)
-
     @cached_property
     def pairs(self) -> frozenset[str]:
         """Kinds of path between the cards."""
@@ -303,9 +299,8 @@ class Situation:
 
     def written(self, token: str) -> bool:
         """An earlier deploy put the kernel argument there."""
-        return token in self.facts.our_arguments or token in re.findall(
-            r"[^\s\"]+", self.facts.boot_files.get(GRUB_DROP_IN, "")
-        )
+        drop_in = self.facts.boot_files.get(GRUB_DROP_IN, "").replace('"', " ")
+        return token in (*self.facts.our_arguments, *drop_in.split())
 
     # --- Peer-to-peer
 
@@ -350,10 +345,15 @@ class Situation:
         """The driver's RegistryDwords: live, or as it would take them were it loaded."""
         return key_values(self.dwords_text)
 
+    @cached_property
+    def dwords_file(self) -> tuple[str | None, str]:
+        """The file whose RegistryDwords win, and what it has them be from the next load on."""
+        files = self.options("nvidia", "NVreg_RegistryDwords")
+        return files[-1] if files else (None, "")
+
     @property
     def dwords_text(self) -> str:
-        files = self.options("nvidia", "NVreg_RegistryDwords")
-        staged = files[-1][1] if files and self.facts.driver.version is None else ""
+        staged = self.dwords_file[1] if self.facts.driver.version is None else ""
         text = self.facts.driver.parameters.get("RegistryDwords", staged)
         return ";".join(part.strip() for part in text.split(";") if part.strip())
 
@@ -364,20 +364,8 @@ class Situation:
         return bool(re.fullmatch(r"0[xX][0-9a-fA-F]+|[0-9]+", value)) and bool(re.sub("^0[xX]", "", value).strip("0"))
 
     @property
-    def dwords_by(self) -> str | None:
-        """The file whose RegistryDwords win."""
-        files = self.options("nvidia", "NVreg_RegistryDwords")
-        return files[-1][0] if files else None
-
-    @property
-    def dwords_staged(self) -> str:
-        """What that file has them be from the next load on."""
-        files = self.options("nvidia", "NVreg_RegistryDwords")
-        return files[-1][1] if files else ""
-
-    @property
     def dwords_ours(self) -> bool:
-        return self.dwords_by == MODPROBE
+        return self.dwords_file[0] == MODPROBE
 
 
 def configured(facts: HostFacts, module: str, option: str) -> list[tuple[str, str]]:

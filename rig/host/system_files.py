@@ -80,7 +80,7 @@ class HostFile:
     """A file of ours on the host.
 
     refresh: the command that makes the system take it over, now or for the next boot. stale: an sh condition that
-    holds while the system has not: judged by its state, so that a refresh an earlier deploy owed is never lost.
+    holds while the system has not: found by its state, so that a refresh an earlier deploy owed is never lost.
     """
 
     path: str

@@ -71,7 +71,7 @@ class HostData(BaseModel):
     models: HostPath
     drafters: HostPath
     configurations: list[str] | None = None
-    catalogue_overlay: str | None = None
+    catalogue_overlay: Text | None = None
     base_packages: list[Package]
     service_user: Annotated[str, AfterValidator(_service_user)]
     enable_at_boot: str | None = None

@@ -6,8 +6,11 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rig.catalog.entries import load_catalog
 from rig.host.memory_fit import MIB, Model, configuration_fit
@@ -129,3 +132,22 @@ def test_too_long_a_context_does_not_fit() -> None:
     assert "one request takes up to 262,144" in str(fit)
     entry = entry.model_copy(update={"tensor_parallel": 4})
     assert configuration_fit("tp4", entry, "vllm", int(0.95 * CARD), (KIMI, None)).tokens == 0
+
+
+NAMES = st.sampled_from(["text_config", *CONFIG["text_config"], "num_key_value_heads", "head_dim"])
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.lists(st.none(), max_size=1)
+
+
+@given(st.dictionaries(NAMES, VALUES | st.dictionaries(NAMES, VALUES)))
+def test_an_odd_config_is_unknown_and_never_a_traceback(config: dict[str, Any]) -> None:
+    """A host may hold any config.json."""
+    model = Model(config, total=10**12)
+    model.weights(8)
+    if model.known:
+        entry = load_catalog().serving["vllm-base"]
+        assert configuration_fit("x", entry, "vllm", 90 * 10**9, (model, model)).tokens >= 0
+
+
+def test_a_config_that_says_nothing_of_its_cache_has_no_account() -> None:
+    assert Model(CONFIG).known and Model(DRAFTER).known
+    assert not Model({"text_config": {"num_hidden_layers": "61", "kv_lora_rank": 512}}).known

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from rig.artifacts.host_checks import driver_decision, findings, reboot_due, reboot_reasons
 from rig.artifacts.units import run_specification, unit_file
-from rig.catalog.entries import ROOT
+from rig.catalog.entries import ROOT, Configuration, Release
 from rig.facts import remote_script
 from rig.facts.host import Unit, parse_host
 from rig.host.explanation import explain_text
 from rig.host.live_settings import reboot_needed, reboot_recommended
+from rig.host.situation import Workload
 from rig.host.topology import decide
+from rig.plan import host_plan
 from rig.plan.host_plan import HostPlan, plan_from_facts
 from rigctl.contract import layout
 from rigctl.supervisor import ended
@@ -85,6 +87,29 @@ def test_correctness_and_the_operators_wish_are_waited_for_all_the_same() -> Non
     assert [one.split(" ")[0] for one in reasons(translating)] == ["kernel_argument.iommu", "kernel_argument.amd_iommu"]
     asked = planned("vllm-base", host_overrides={"kernel_argument.nohz": "on"})
     assert reasons(asked) == ["kernel_argument.nohz = on"]
+
+
+def test_what_a_configuration_needs_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank starts again under an IOMMU that translates; eight wait for the reboot, and the host with them."""
+
+    def ranks(configuration: Configuration, release: Release, nccl: str | None) -> Workload:
+        return Workload((0,), 1, nccl) if release.engine == "vllm" else Workload(None, 8, nccl)
+
+    monkeypatch.setattr(host_plan, "workload_of", ranks)
+    plan = planned("vllm-base", tokens="")
+    assert run_specification(plan, "vllm-base").host_settings.kernel_arguments == []
+    assert run_specification(plan, "sglang-base").host_settings.kernel_arguments == ["iommu=off", "amd_iommu=off"]
+    assert len(reasons(plan)) == 2
+    monkeypatch.setattr(host_plan, "workload_of", lambda *_: Workload((0,), 1))
+    assert reasons(planned("vllm-base", tokens="")) == []
+
+
+def test_variables_of_the_catalogue_reach_the_policy_and_contradictions_the_operator() -> None:
+    plan = planned(host_overrides={"environment.NCCL_P2P_LEVEL": "SYS", "environment.NCCL_P2P_DISABLE": "1"})
+    assert "p2p-contradiction" in {one.code for one in findings(plan)}
+    entry = plan.serving["vllm-base"].model_copy(update={"environment": {"NCCL_P2P_DISABLE": "1"}})
+    assert planned().decision_of(entry).find("environment.NCCL_P2P_LEVEL") is None
+    assert planned().decision_of(plan.serving["vllm-base"]).find("environment.NCCL_P2P_LEVEL") is not None
 
 
 def test_a_reboot_for_what_is_recommended_waits_until_nothing_serves() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -86,6 +86,10 @@ def test_host_data_is_refused_in_words(key: str, value: Any, says: str) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(key=st.sampled_from(sorted(HostData.model_fields)), value=JSON)
+@example(key="catalogue_overlay", value="")
+@example(key="catalogue_overlay", value=".")
+@example(key="catalogue_overlay", value="\x00")
+@example(key="catalogue_overlay", value="absent.yaml")
 def test_any_host_data_is_refused_in_words(key: str, value: Any) -> None:
     try:
         host_plan(DATA | {key: value}, "debian-12", HostSettings())
