@@ -18,7 +18,7 @@ from rig.host.explanation import explain_text
 from rig.host.live_settings import reboot_pending
 from rig.host.settings import Confidence, Kind
 from rig.host.situation import Situation, Workload
-from rig.host.system_files import MODPROBE, host_files
+from rig.host.system_files import GRUB_DROP_IN, MODPROBE, host_files
 from rig.host.topology import OUTSIDE, Decision, decide
 from rigctl.contract.comparison import key_values
 from tests.unit import host_archetypes as hosts
@@ -28,13 +28,20 @@ COUNTS = (1, 2, 4, 7, 8, 16)
 LINKS = ("direct", "switch", "mixed")
 UNKNOWN = "10de:2330"
 CARDS = (hosts.SERVER, hosts.WORKSTATION, hosts.MAX_Q, UNKNOWN)
-IOMMU = ("translated", "pt", "off")
+IOMMU = ("translated", "asked", "pt", "off")
+"""asked: the command line has iommu=pt, and the groups translate."""
 LIVE = (False, True)
-CPUS = {"two turin": hosts.TURIN, "genoa": hosts.GENOA, "xeon": hosts.XEON, "core": hosts.CORE}
+CPUS = {
+    "two turin": hosts.TURIN,
+    "many": replace(hosts.TURIN, threads=384),
+    "genoa": hosts.GENOA,
+    "xeon": hosts.XEON,
+    "core": hosts.CORE,
+}
 NCCL = ("2.27.5", "2.30.7")
 KEYS = "EnableResizableBar=1;ForceP2P=0x11;GrdmaPciTopoCheckOverride=1;PowerMizerEnable=0x1"
 OPERATORS = "/etc/modprobe.d/nvidia-p2p-override.conf"
-EVERY = 25
+EVERY = 37
 """Of the hosts that `make check` looks at one in so many; `make test` looks at all."""
 
 
@@ -74,8 +81,9 @@ class Case:
         if self.card == UNKNOWN:
             unknown = (replace(c, pci_id=UNKNOWN, compute_capability=None, memory_mib=None) for c in cards)
             facts = replace(hosts.bare(replace(facts, gpus=tuple(unknown))), relations_guessed=True)
-        tokens = {"translated": (), "pt": ("iommu=pt",), "off": ("iommu=off",)}[self.iommu]
-        types = {"translated": ("DMA-FQ",), "pt": ("identity",), "off": ()}[self.iommu]
+        token = {"asked": "iommu=pt", "pt": "iommu=pt", "off": "iommu=off"}.get(self.iommu)
+        tokens = (token,) if token else ()
+        types = {"pt": ("identity",), "off": ()}.get(self.iommu, ("DMA-FQ",))
         facts = replace(
             facts,
             command_line=(*(facts.command_line or ()), *tokens),
@@ -105,13 +113,14 @@ def workloads(case: Case) -> Iterator[Workload]:
 def rebooted(facts: HostFacts, decision: Decision) -> HostFacts:
     """The host after a deploy and a reboot: arguments, and options of whichever file wins."""
     chosen = decision.host
-    ours = {one.path: one.text for one in host_files(chosen, facts) if one.path == MODPROBE}
+    ours = {one.path: one.text for one in host_files(chosen, facts) if one.path in (MODPROBE, GRUB_DROP_IN)}
     files = {**facts.boot_files, **ours}
     tokens = tuple(dict.fromkeys((*(facts.command_line or ()), *chosen.kernel_arguments)))
     off = any(token.endswith("iommu=off") for token in tokens)
+    types = () if off else ("identity",) if "iommu=pt" in chosen.kernel_arguments else facts.iommu_types
     after = replace(
         facts, boot_files=files, command_line=tokens,
-        iommu_groups=0 if off else facts.iommu_groups, iommu_types=() if off else facts.iommu_types,
+        iommu_groups=0 if off else facts.iommu_groups, iommu_types=types,
     )  # fmt: skip
     seen = Situation(after, {}, after.gpus)
     names = {"RegistryDwords": "NVreg_RegistryDwords", "DynamicPowerManagement": "NVreg_DynamicPowerManagement"}
@@ -132,6 +141,7 @@ def look(case: Case) -> int:
         satisfiable(case, facts, decision)
         nothing_taken_away(case, facts, decision)
         no_contradiction(workload, decision)
+        no_harm(case, workload, decision)
         founded(decision)
         if case.card == UNKNOWN:
             left_alone(decision)
@@ -160,7 +170,7 @@ def nothing_taken_away(case: Case, facts: HostFacts, decision: Decision) -> None
         wanted = key_values(KEYS)
         assert wanted.items() <= key_values(after.driver.parameters["RegistryDwords"]).items()
         assert "NVreg_RegistryDwords" not in decision.host.module_options.get("nvidia", {})
-    if case.iommu == "pt":
+    if case.iommu in ("pt", "asked"):
         assert not [token for token in decision.host.kernel_arguments if "iommu" in token]
     if case.iommu == "off":
         assert set(decision.host.kernel_arguments) <= {
@@ -188,6 +198,15 @@ def no_contradiction(workload: Workload, decision: Decision) -> None:
     arguments = decision.host.kernel_arguments
     assert len({token.partition("=")[0] for token in arguments}) == len(arguments)
     assert len({one.key for one in decision.settings}) == len(decision.settings)
+
+
+def no_harm(case: Case, workload: Workload, decision: Decision) -> None:
+    """No CPUs are lost, and no P2P is used under an IOMMU that translates."""
+    if case.cpu == "many" and case.iommu != "off":
+        assert not [token for token in decision.host.kernel_arguments if token.endswith("iommu=off")]
+    if case.machine == "metal" and case.iommu == "asked" and case.card != UNKNOWN and (workload.ranks or 0) > 1:
+        assert decision.host.environment["vllm"]["NCCL_P2P_DISABLE"] == "1"
+        assert "NVreg_RegistryDwords" not in decision.host.module_options.get("nvidia", {})
 
 
 def founded(decision: Decision) -> None:
