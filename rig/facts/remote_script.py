@@ -1,6 +1,7 @@
 """Read one host in one go: raw readings as one JSON document on standard output.
 
-Runs on a bare host by `python3 -`, so: standard library only, one file, nothing written, nothing changed.
+Runs on a bare host by `python3 -`, so: standard library only, nothing written, nothing changed. What it imports of ours
+travels in front of it (rig/facts/report.py).
 It reads and does not judge: tool outputs travel as text, and rig/facts/host.py parses them where the
 parsers are typed, tested on recordings, and can be mended without touching a host. What cannot be read is
 null with its reason under "unknown".
@@ -27,9 +28,12 @@ import urllib.request
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from rigctl.guarded import Place
+
 SCHEMA = 1
 NVIDIA = "0x10de"
-RUNTIME = "/run/"
+RECORDS = {"/run/kimi-rig": "started.json", "/var/lib/kimi-rig/serving": "ended.json"}
+"""What units write down of their runs, in a directory of the service user's each."""
 SHM = "/dev/shm"  # noqa: S108
 GPU_QUERY = (
     "index,name,pci.bus_id,compute_cap,memory.total,"
@@ -394,14 +398,15 @@ def accepted() -> list[str]:
     with open("/proc/sys/kernel/random/boot_id") as stream:
         boot = stream.read().strip()
     found = set()
-    for path in glob.glob("/run/kimi-rig/*/started.json") + glob.glob("/var/lib/kimi-rig/serving/*/ended.json"):
+    for place, record in ((place, record) for root, record in RECORDS.items() for place in glob.glob(root + "/*/")):
         try:
-            with open(path) as stream:
-                told = json.load(stream)
-            if told.get("accepted_at") if path.startswith(RUNTIME) else told.get("accepted_boot") == boot:
-                found.add(path.split("/")[-2])
-        except (OSError, ValueError, AttributeError):
+            told = json.loads(Place(place.rstrip("/")).read(record))
+            if told.get("accepted_at") or told.get("accepted_boot") == boot:
+                found.add(place.split("/")[-2])
+        except FileNotFoundError:
             continue
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            unknown[place + record] = getattr(error, "strerror", None) or str(error)
     return sorted(found)
 
 

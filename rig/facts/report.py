@@ -9,9 +9,17 @@ from typing import Any
 from pyinfra.api.facts import FactBase
 
 from rig.facts.host import FactsError, HostFacts, parse_host
+from rigctl import guarded
 
 SCRIPT = Path(__file__).with_name("remote_script.py")
 NO_PYTHON = "python3 is missing"
+
+
+def whole_script() -> str:
+    """remote_script.py and what it imports of ours, as one program."""
+    import_line = "from rigctl.guarded import Place\n"
+    future, module = "from __future__ import annotations\n", Path(guarded.__file__).read_text()
+    return module + SCRIPT.read_text().replace(import_line, "").replace(future, "")
 
 
 class HostReport(FactBase[HostFacts]):
@@ -24,7 +32,7 @@ class HostReport(FactBase[HostFacts]):
         options = shlex.quote(json.dumps(dict(wanted or {}), sort_keys=True))
         return (
             f"if ! command -v python3 >/dev/null; then echo {shlex.quote(NO_PYTHON)}; exit 0; fi\n"
-            f"python3 - {options} <<'KIMI_RIG_FACTS'\n{SCRIPT.read_text()}\nKIMI_RIG_FACTS"
+            f"python3 - {options} <<'KIMI_RIG_FACTS'\n{whole_script()}\nKIMI_RIG_FACTS"
         )
 
     def default(self) -> HostFacts:  # type: ignore[override]  # pyinfra types default() as returning the class

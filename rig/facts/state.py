@@ -9,6 +9,7 @@ from typing import Any
 from pyinfra.api.facts import FactBase
 
 from rig.facts.host import unit_properties
+from rigctl.contract import layout
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,41 @@ class JobState(FactBase[Job]):
     def process(self, output: Iterable[str]) -> Job:
         active, result, last = [*output, "", "", ""][:3]
         return Job(active in ("active", "activating", "deactivating", "reloading"), result, last)
+
+
+@dataclass(frozen=True)
+class Service:
+    """A configuration on a host by its own `rigctl status`. started_as: digests of what it runs as, where it runs."""
+
+    name: str
+    stale: bool = False
+    started_as: frozenset[str] = frozenset()
+
+
+class Services(FactBase[list[Service] | None]):
+    """Every configuration of a host; none where there is no rigctl yet, None where it does not answer."""
+
+    SECONDS = 60
+
+    def command(self) -> str:
+        status = f"timeout {self.SECONDS} {layout.RIGCTL} status --json 2>/dev/null || echo '[{layout.RIGCTL} failed'"
+        return f"if [ -e {layout.RIGCTL} ]; then {status}; else echo '[]'; fi"
+
+    @staticmethod
+    def default() -> list[Service] | None:
+        return None
+
+    def process(self, output: Iterable[str]) -> list[Service] | None:
+        found: list[Service] = []
+        try:
+            for row in json.loads("\n".join(output)):
+                # A version before this one shows what the unit wrote, whatever that is.
+                started = row.get("started") or {}
+                digests = frozenset(map(str, [started["digest"], *started.get("same_as", [])] if started else []))
+                found.append(Service(str(row["name"]), bool(row["stale"]), digests))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return None
+        return found
 
 
 class JsonFile(FactBase[Any]):

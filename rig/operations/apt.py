@@ -19,7 +19,6 @@ WAIT_SECONDS = 1800
 REPORT_SECONDS = 15
 LOCKS = ("/var/lib/dpkg/lock-frontend", "/var/lib/dpkg/lock", "/var/lib/apt/lists/lock", "/var/cache/apt/archives/lock")
 LOGIN = ("ssh.service", "sshd.service", "ssh.socket")
-LOGIN_RAN = f"{layout.RUNTIME}/login-ran"
 
 # `free` waits; it stands before every command that takes a lock and gives up at once where it is held.
 APT = "free; DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=l apt-get -qy -o DPkg::Lock::Timeout=300"
@@ -51,14 +50,14 @@ def work(*lines: str) -> Commands:
     """Commands of an operation that change packages. Lines may use APT and INSTALL."""
     units = " ".join(LOGIN)
     yield script(
-        f"for u in {units}; do ! systemctl is-active -q $u || echo $u; done > {LOGIN_RAN}",
-        f"for u in $(cat {LOGIN_RAN}); do systemctl reset-failed $u; done",
+        f"for u in {units}; do ! systemctl is-active -q $u || echo $u; done > {layout.LOGIN_RAN}",
+        f"for u in $(cat {layout.LOGIN_RAN}); do systemctl reset-failed $u; done",
     )
     _report_holder()
     back = "systemctl is-active -q $u || { systemctl reset-failed $u; systemctl start $u; }"
     yield script(
         waiting(),
-        f"login() {{ for u in $(cat {LOGIN_RAN}); do {back}; done; }}",
+        f"login() {{ for u in $(cat {layout.LOGIN_RAN}); do {back}; done; }}",
         "trap login EXIT",
         # A dpkg that was killed half-way is finished first.
         "free; dpkg --configure -a >/dev/null 8>&-",
@@ -81,7 +80,7 @@ def _report_holder() -> None:
 def repository_added(keyring: Sequence[str]) -> list[str]:
     """Script lines that add NVIDIA's package repository. keyring: URL and sha256 of the package that brings it."""
     url, digest = keyring
-    package = f"{layout.RUNTIME}/keyring.deb"
+    package = layout.KEYRING_PACKAGE
     return [
         f"curl -fsSL --retry 3 --max-time 300 -o {package} {shlex.quote(url)}",
         f"echo {shlex.quote(digest)} {package} | sha256sum -c --quiet",

@@ -14,6 +14,7 @@ from pyinfra import host, logger
 from pyinfra.api.command import StringCommand
 from typing_extensions import override
 
+from rig.operations import locks
 from rigctl.contract import layout
 
 Commands = Generator[StringCommand, None, None]
@@ -23,6 +24,9 @@ PLAN_LOG = "KIMI_RIG_PLAN_LOG"
 
 
 REFUSED = "refused: "
+
+LOCK_SECONDS = 60
+"""Others hold the lock of `script` alone for a moment: a deploy that looks whether one before it still works."""
 
 
 def note(detail: str) -> None:
@@ -121,7 +125,9 @@ def script(*lines: str, content: bytes | None = None) -> StringCommand:
     A line that may start a daemon closes descriptor 8, or the daemon would hold the lock.
     """
     # sudo keeps the umask of the login (sudoers(5), umask), which is 077 on many a rented host.
-    alone = [f"mkdir -p {layout.RUNTIME}", f"exec 8>>{layout.AT_WORK}", "flock -s 8"]
+    held = f"{layout.AT_WORK} is locked by $({locks.held_by(layout.AT_WORK)})end it, and deploy again"
+    alone = [locks.place_made(), locks.opened(8, layout.AT_WORK)]
+    alone += [f'flock -s -w {LOCK_SECONDS} 8 || {{ echo "{held}" >&2; false; }}']
     text = "; ".join(["set -eu", "umask 022", *alone, *lines])
     if content is None:
         return StringCommand(text)

@@ -19,10 +19,11 @@ from pyinfra.connectors.local import LocalConnector
 from pyinfra.connectors.ssh import SSHConnector
 from pyinfra.connectors.util import extract_control_arguments, make_unix_command_for_host
 
+from rig.operations import locks
 from rig.operations.common import Commands, operator, refuse
 from rigctl.contract import layout
 
-LOCK = f"{layout.RUNTIME}/deploy.lock"
+LOCK = layout.DEPLOY_LOCK
 ORPHAN_SECONDS = 600
 _held: list[Any] = []
 
@@ -43,10 +44,12 @@ def lock_script(owner: str) -> str:
     """
     orphan = f"a command of a killed deploy still runs there ({ORPHAN_SECONDS} s waited)"
     hold = f"echo {shlex.quote(owner)} > {LOCK}.owner; echo held; cat >/dev/null"
+    known = f"$(cat {LOCK}.owner), for $(( $(date +%s) - $(stat -c %Y {LOCK}.owner) )) s"
     return (
-        f"umask 022; mkdir -p {layout.RUNTIME}; exec 9>>{LOCK}; if flock -n 9; then "
-        f"if flock -w {ORPHAN_SECONDS} {layout.AT_WORK} true; then {hold}; else echo {shlex.quote(orphan)}; fi; "
-        f'else echo "$(cat {LOCK}.owner), for $(( $(date +%s) - $(stat -c %Y {LOCK}.owner) )) s"; fi'
+        f"umask 022; {locks.place_made()}; {locks.opened(9, LOCK)}; {locks.opened(8, layout.AT_WORK)}; "
+        f"if flock -n 9; then if flock -w {ORPHAN_SECONDS} 8; then exec 8>&-; {hold}; "
+        f'else echo "{orphan}: $({locks.held_by(layout.AT_WORK)})"; fi; '
+        f'else echo "$([ ! -e {LOCK}.owner ] || echo "{known}; ")$({locks.held_by(LOCK)})"; fi'
     )
 
 

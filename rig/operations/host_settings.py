@@ -19,7 +19,7 @@ from rig.host.nvidia_driver import Action, DriverStep
 from rig.host.preflight import Finding, Severity
 from rig.host.settings import Setting
 from rig.host.system_files import HostFile
-from rig.operations import apt
+from rig.operations import apt, locks
 from rig.operations.common import Commands, changes, found, note, refuse, remember_packages, script
 from rig.operations.files import Directory, File
 from rig.plan.neighbours import who
@@ -95,7 +95,7 @@ def driver(step: DriverStep, packages: Sequence[str], keyring: Sequence[str]) ->
         f"loaded=$(cat {LOADED} 2>/dev/null || true)",
         # In the words of rig/host/nvidia_driver.py, which the next plan finds.
         'why="${loaded:+driver }${loaded:-no driver} is loaded, $disk is installed"',
-        f'[ "$loaded" = "$disk" ] || {{ mkdir -p {layout.RUNTIME}; echo "$why" > {layout.REBOOT_PENDING}; }}',
+        f'[ "$loaded" = "$disk" ] || {{ {locks.place_made()}; echo "$why" > {layout.REBOOT_PENDING}; }}',
     )
 
 

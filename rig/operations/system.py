@@ -1,6 +1,5 @@
 """Packages, the service user, systemd's view of unit files, and servers that are not ours."""
 
-import json
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -9,7 +8,7 @@ from pyinfra import host, logger
 from pyinfra.api import operation
 
 from rig.facts.servers import Servers
-from rig.facts.state import InstalledPackages, Lines, PathStates, UnitProperties
+from rig.facts.state import InstalledPackages, Lines, PathStates, Services, UnitProperties
 from rig.operations import apt
 from rig.operations.common import Commands, changes, note, notice, pending, refuse, remember, remember_packages, script
 from rig.operations.files import File, difference
@@ -123,21 +122,25 @@ def retired_units(keep: Sequence[str]) -> Commands:
 def running_current(digests: Mapping[str, Collection[str]], restart: str) -> Commands:
     """A running service runs what is on disk, or is reported as stale.
 
-    digests: configuration -> every digest of its run specification. The running service wrote those it was started
-    with to /run/kimi-rig/<configuration>/started.json, so a restart that an earlier deploy owed is never lost, whatever
-    failed since. restart "never" leaves a stale service running (`rigctl status` and verification show it); "now"
+    digests: configuration -> every digest of its run specification. The running service wrote down those that it was
+    started with, which `rigctl status` shows, so a restart that an earlier deploy owed is never lost, whatever failed
+    since. restart "never" leaves a stale service running (`rigctl status` and verification show it); "now"
     restarts it without waiting for the load; "when-idle" leaves a unit behind that does so once no request runs.
     """
-    one_line = '$(tr "\\n" " " < $f)'
-    started = host.get_fact(
-        Lines, script=f'for f in {layout.RUNTIME}/*/started.json; do d=${{f%/*}}; echo "${{d##*/}} {one_line}"; done'
-    )
-    running = dict(line.split(" ", 1) for line in started if " " in line)
-    outdated = {name for name, text in running.items() if not any(one in text for one in digests.get(name, [""]))}
+    services = host.get_fact(Services)
+    if services is None:
+        unknown = f"what runs is not known: `{layout.RIGCTL} status` does not answer on this host"
+        if host.state.is_executing:
+            yield from refuse(f"{unknown}; it says why when it is run there")
+        else:
+            notice(f"{unknown} yet")  # the deploy brings another rigctl first
+        return
     # A checkpoint that was replaced where it lies changes no digest of the plan.
-    told = host.get_fact(Lines, script=f"{layout.RIGCTL} status --json 2>/dev/null")
-    outdated |= {row["name"] for row in json.loads("\n".join(told) or "[]") if row["stale"]}
-    stale = sorted(outdated & digests.keys())
+    stale = sorted(
+        one.name
+        for one in services
+        if one.name in digests and (one.stale or (one.started_as and not one.started_as & {*digests[one.name]}))
+    )
     if restart == "when-idle":
         waiting = host.get_fact(
             Lines, script="systemctl list-units --plain --no-legend 'kimi-restart-*' | cut -d' ' -f1"

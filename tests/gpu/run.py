@@ -47,6 +47,7 @@ from rig.cli.converge import pyinfra
 from rig.operations.benchmark import generator_environment
 from rig.plan.host_plan import HostPlan, plan_from_facts
 from rigctl.contract import layout
+from rigctl.contract.happened import Ended, Started
 from rigctl.contract.limits import Limits
 from rigctl.contract.sweep import CellResult, HostFacts
 from rigctl.nvidia_smi import nvidia_smi
@@ -246,7 +247,8 @@ def wait_free(gpus: Iterable[int], seconds: float = 30) -> tuple[float, list[int
 
 
 def started(name: str) -> dict[str, Any]:
-    return read_object(named(name).runtime / "started.json") or {}
+    found = Started.known(named(name).runtime)
+    return found.model_dump(exclude_unset=True) if found else {}
 
 
 def last_words(name: str) -> str:
@@ -270,7 +272,7 @@ def start(variant: Variant) -> dict[str, Any]:
         code = starting.result()
     found["seconds"] = round(time.monotonic() - begin, 1)
     if code != 0:
-        cause = (read_object(specification.state / "ended.json") or {}).get("cause")
+        cause = (Ended.known(specification.state) or Ended()).cause
         raise Wrong(f"not accepted after {found['seconds']} s: {cause}: {last_words(variant.name)}")
     earlier.parent.mkdir(exist_ok=True)
     earlier.touch()
@@ -536,8 +538,8 @@ def killed_and_back(variant: Variant, pid: int, line: str, *, standin: bool) -> 
     while units.read(unit)["MainPID"] == main and time.monotonic() - begin < 120:
         time.sleep(0.05)
     found["ended_after"] = round(time.monotonic() - begin, 2)
-    ended = read_object(named(variant.name).state / "ended.json") or {}
-    found |= {"cause": ended.get("cause"), "left": ended.get("left"), "ended_by_hand": ended.get("killed")}
+    ended = Ended.known(named(variant.name).state) or Ended()
+    found |= {"cause": ended.cause, "left": ended.left, "ended_by_hand": ended.killed}
     while units.read(unit)["ActiveState"] == "activating" and time.monotonic() - begin < 300:
         time.sleep(0.2)
     found["restart_seconds"] = round(time.monotonic() - begin, 1)

@@ -210,12 +210,11 @@ def test_what_runs(target: Target, configuration: str, remarks: list[str]) -> No
         if target.plan.data.enable_at_boot == configuration:
             remarks.append(f"{target.name}: {unit} starts at boot and is {properties['ActiveState']}")
         return
-    started = json_of(target.host, f"/run/kimi-rig/{configuration}/started.json")
-    started_as = {started["digest"], *started.get("same_as", [])}
+    [row] = [row for row in json.loads(run(target.host, "rigctl status --json")) if row["name"] == configuration]
+    started_as = {row["started"]["digest"], *row["started"].get("same_as", [])} if row["started"] else set()
     assert started_as.intersection(known_as(target.state)[configuration]), (
         f"{unit} is stale, it was started before the last deploy: `systemctl restart {unit}` takes the deploy over"
     )
-    [row] = [row for row in json.loads(run(target.host, "rigctl status --json")) if row["name"] == configuration]
     assert not row["stale"], f"{unit} is stale: {row['remarks'][0]}"
     entry = target.plan.serving[configuration]
     listening = run(target.host, f"ss -Hltn 'sport = :{entry.listen.port}'").split()

@@ -319,8 +319,8 @@ def test_shifted_drafter_is_links_and_a_config(tmp_path: Path) -> None:
 
 
 def test_share_of_all_reduce_over_all_ranks() -> None:
-    def kernel(name: str, microseconds: float) -> dict[str, Any]:
-        return {"cat": "kernel", "name": name, "dur": microseconds}
+    def kernel(name: str, microseconds: float) -> profile.Kernel:
+        return profile.Kernel(cat="kernel", name=name, dur=microseconds)
 
     ranks = [
         [kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(x)", 500), kernel("marlin_moe", 500)],
@@ -337,7 +337,8 @@ def test_a_profile_is_of_kernels_alone_and_leaves_no_trace(
 ) -> None:
     """SGLang records Python's stacks unless it is told otherwise; vLLM's start takes no settings."""
     said: list[tuple[str, Any]] = []
-    trace = tmp_path / "1.0-TP-0.trace.json.gz"
+    trace = tmp_path / "profile" / "1.0-TP-0.trace.json.gz"
+    trace.parent.mkdir()
 
     def post(_: Engine, path: str, content: Any = None, *, timeout: float) -> None:
         assert timeout
@@ -347,9 +348,10 @@ def test_a_profile_is_of_kernels_alone_and_leaves_no_trace(
             trace.write_bytes(gzip.compress(json.dumps({"traceEvents": [*events, {"cat": "cpu_op"}]}).encode()))
 
     monkeypatch.setattr(Engine, "post", post)
-    monkeypatch.setattr("rigctl.bench.profile.time.sleep", lambda _: None)
+    monkeypatch.setattr(profile, "POLL_SECONDS", 0)
+    monkeypatch.setenv("CACHE_DIRECTORY", str(tmp_path))
     asked = Engine(specification(engine))
     profile.start(asked)
-    assert profile.stop(asked, tmp_path) == {"all_reduce_share": 1.0, "kernel_seconds": 4e-6}
+    assert profile.stop(asked) == {"all_reduce_share": 1.0, "kernel_seconds": 4e-6}
     assert said == [("start_profile", profile.RECORDED if engine == "sglang" else None), ("stop_profile", None)]
     assert not trace.exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rigctl.guarded import Place
 from rigctl.supervisor.ended import note
 from rigctl.whole_files import write_json
 from tests.unit.serving import Run, limits
@@ -35,7 +36,7 @@ def test_a_file_is_whole_or_as_it_was(full: Path, capsys: pytest.CaptureFixture[
     assert failed.value.filename == str(path)
     assert json.loads(path.read_text()) == {"at": 1}
     assert sorted(one.name for one in full.iterdir()) == ["accepted.json", "filler"]
-    note(path, {"at": 2, "more": "x" * 5000})
+    note(Place(str(full)), path.name, {"at": 2, "more": "x" * 5000})
     said = capsys.readouterr().out
     assert said.startswith(f"not written down: {path}: No space left on device: ") and "bytes are needed" in said
 

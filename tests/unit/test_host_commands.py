@@ -33,8 +33,8 @@ class Host:
         for name, path in places.items():
             path.mkdir()
             monkeypatch.setattr(layout, name, str(path))
+        self.fallback = places["SERVING"] / "fallback.json"
         for module in (status, switching):
-            monkeypatch.setattr(module, "FALLBACK", places["SERVING"] / "fallback.json")
             monkeypatch.setattr(module, "properties", self.properties)
         monkeypatch.setattr(switching, "systemctl", lambda *words: self.started.append(words))
         monkeypatch.setattr(status, "UNITS", root)
@@ -87,7 +87,7 @@ def test_a_start_that_is_not_accepted_goes_back_to_what_it_displaced(host: Host)
     host.ended("new", cause="not accepted: x", accepted=False)
     assert fall_back("new") == 0
     assert host.started == [("start", "--no-block", "kimi-old.service")]
-    shown = json.loads(switching.FALLBACK.read_text())
+    shown = json.loads(host.fallback.read_text())
     assert (shown["failed"], shown["to"], shown["cause"]) == ("new", ["old"], "not accepted: x")
     # Once: when that one is not accepted either, nothing is started any more, and that is reported.
     host.starts("old")
@@ -95,7 +95,7 @@ def test_a_start_that_is_not_accepted_goes_back_to_what_it_displaced(host: Host)
     host.write("new", "accepted.json", at=50)
     assert fall_back("old") == 0
     assert len(host.started) == 1
-    assert "it stays down" in json.loads(switching.FALLBACK.read_text())["outcome"]
+    assert "it stays down" in json.loads(host.fallback.read_text())["outcome"]
 
 
 def test_all_that_was_displaced_comes_back(host: Host) -> None:
@@ -108,14 +108,14 @@ def test_all_that_was_displaced_comes_back(host: Host) -> None:
     host.ended("c", cause="not accepted: x", accepted=False)
     assert fall_back("c") == 0
     assert host.started == [("start", "--no-block", "kimi-a.service", "kimi-b.service")]
-    record = json.loads(switching.FALLBACK.read_text())
+    record = json.loads(host.fallback.read_text())
     assert record["outcome"] == "a and b are started again"
     host.write("c", "accepted.json", at=50)
     for name in ("a", "b"):  # neither brings back what it displaced
         host.starts(name)
         host.ended(name, cause="y", accepted=False)
         assert fall_back(name) == 0
-        assert f"{name}, to which it had gone back, is not accepted" in switching.FALLBACK.read_text()
+        assert f"{name}, to which it had gone back, is not accepted" in host.fallback.read_text()
     assert len(host.started) == 1
 
 
@@ -184,7 +184,7 @@ def test_the_end_of_a_run_is_written_down(host: Host, monkeypatch: pytest.Monkey
     monkeypatch.setenv("EXIT_STATUS", "KILL")
     assert record(spec) == 0
     assert "the supervisor ended by itself (killed, KILL: by hand, or by the kernel for lack" in failures(spec)[0]
-    assert not (spec.runtime / "started.json").exists()
+    assert not Path(str(spec.runtime), "started.json").exists()
     # A long healthy run forgets the crashes before it; a stop forgets all.
     host.runs("a", accepted_monotonic=time.monotonic() - 3 * 3600)
     monkeypatch.setenv("SERVICE_RESULT", "oom-kill")
@@ -261,8 +261,12 @@ def test_a_configuration_that_is_not_there(host: Host, capsys: pytest.CaptureFix
 @pytest.fixture
 def orphan() -> Any:
     """A process named as SGLang names its workers."""
-    code = "import time; time.sleep(60)  # sglang::scheduler_TP0"
-    with subprocess.Popen([sys.executable, "-c", code]) as process:
+    # prctl(PR_SET_NAME), as setproctitle does.
+    code = (
+        "import ctypes, time; ctypes.CDLL(None).prctl(15, b'sglang::scheduler_TP0'); print(flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
         yield process
         process.kill()
 
@@ -293,7 +297,6 @@ def test_an_engine_is_asked_where_it_runs_until_it_is_started_anew(host: Host, w
 def test_free_names_orphans_and_ends_only_what_it_was_told_to(
     orphan: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    time.sleep(0.2)
     monkeypatch.setattr(leftovers, "installed", lambda: [])
     found = {holder.pid: holder for holder in leftovers.holders()}
     assert found[orphan.pid].engine and "sglang::scheduler_TP0" in found[orphan.pid].command
@@ -305,6 +308,17 @@ def test_free_names_orphans_and_ends_only_what_it_was_told_to(
         assert leftovers.unused_segments(tmp_path) == [tmp_path / "drill_unused"]
     leftovers.end([orphan.pid])
     assert not psutil.pid_exists(orphan.pid)
+
+
+@pytest.mark.parametrize("words", ["vim /opt/vllm/README.md", "rsync -a /data/vllm/ /backup", "sglang.launch_server"])
+def test_free_ends_nobody_for_words_of_a_command_line(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "installed", lambda: [])
+    for program in (["sleep"], [sys.executable, "-c", "import time; time.sleep(60)"]):
+        # The words of a process, whatever it executes.
+        with subprocess.Popen([*words.split(), *program[1:], "60"], executable=program[0]) as process:
+            found = {holder.pid: holder for holder in leftovers.holders()}
+            process.kill()
+        assert process.pid not in found
 
 
 def test_free_needs_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ from rig.facts.host import (
     parse_units,
     relations_by_path,
 )
+from rig.facts.report import whole_script
 from rig.host.topology import decide
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "host"
@@ -265,7 +266,7 @@ def test_the_script_runs_from_standard_input_and_outlives_a_hanging_tool(tmp_pat
     slow = tmp_path / "nvidia-smi"
     slow.write_text("#!/bin/sh\nsleep 60\n")
     slow.chmod(0o755)
-    script = Path(remote_script.__file__).read_bytes()
+    script = whole_script().encode()
     begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-", json.dumps({"paths": [str(tmp_path / "not" / "there")], "timeout": 1})],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -17,14 +18,14 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What is called for `rigctl logs`, with the log files of two runs there."""
     made: list[list[str]] = []
     for day in (1, 2):
-        (tmp_path / f"2026-01-0{day}T00-00-00-1.log").touch()
+        (tmp_path / f"2026-01-0{day}T00-00-00-1.log").write_text(f"day {day}\n")
     monkeypatch.setenv("LOGS_DIRECTORY", str(tmp_path))
     wanted = specification()
     monkeypatch.setattr(switching, "named", lambda _name: wanted)
     monkeypatch.setattr(switching, "active", lambda: wanted)
 
-    def call(command: list[str]) -> int:
-        made.append(command)
+    def call(command: list[str], stdin: BinaryIO | None = None) -> int:
+        made.append([*command, stdin.read().decode()] if stdin else command)
         return 0
 
     monkeypatch.setattr(subprocess, "call", call)
@@ -39,6 +40,6 @@ def test_the_journal(calls: list[list[str]]) -> None:
 
 def test_the_file_of_a_run(calls: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logs", "x", "--run", "1"]) == main(["logs", "x", "--run", "2"]) == 0
-    assert [Path(call[-1]).name[:10] for call in calls] == ["2026-01-02", "2026-01-01"]
+    assert [call[-1] for call in calls] == ["day 2\n", "day 1\n"]
     assert main(["logs", "x", "--run", "3"]) == 1
     assert "has 2 runs; --run takes 1 (the last) to 2" in capsys.readouterr().err

@@ -4,11 +4,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from rigctl.guarded import Place
 from rigctl.supervisor.measurement_pause import is_measured, undisturbed
 
 
 def test_the_mark_is_a_lock(tmp_path: Path) -> None:
-    specification: Any = SimpleNamespace(runtime=tmp_path)
+    specification: Any = SimpleNamespace(runtime=Place(str(tmp_path)))
     with undisturbed(specification):
         assert is_measured(specification)
     assert not is_measured(specification)
@@ -19,7 +20,7 @@ def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     precious.write_text("kept")
     precious.chmod(0o600)
     (tmp_path / "measured").symlink_to(precious)
-    specification: Any = SimpleNamespace(runtime=tmp_path)
+    specification: Any = SimpleNamespace(runtime=Place(str(tmp_path)))
     with undisturbed(specification):
         pass
     assert precious.read_text() == "kept" and precious.stat().st_mode & 0o777 == 0o600

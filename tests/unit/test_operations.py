@@ -19,7 +19,7 @@ from pyinfra.api.exceptions import PyinfraError
 from pyinfra.api.operation import add_op
 from pyinfra.api.operations import run_ops
 
-from rig.operations import deploy_lock, files
+from rig.operations import deploy_lock, files, system
 from rig.operations.common import PLAN_LOG, Input
 from rig.operations.files import Directory, File, Link, difference
 from rigctl.contract import layout
@@ -187,3 +187,18 @@ def test_a_dry_run_prepares_against_a_host_that_has_nothing_yet(tmp_path: Path) 
     assert "Engines | Build the environment of vllm-0.16.0" in changing
     assert "Units | Write units" in changing
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("answer", ["exit 1", "echo '['", "echo 3", "echo '[{}]'", "kill -9 $$"])
+def test_a_status_that_fails_is_not_taken_for_a_host_where_nothing_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: str
+) -> None:
+    program = tmp_path / "rigctl"
+    program.write_text(f"#!/bin/sh\n{answer}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(layout, "RIGCTL", str(program))
+    monkeypatch.setattr(layout, "AT_WORK", str(tmp_path / "at-work.lock"))
+    with pytest.raises(PyinfraError):
+        apply(system.running_current, digests={"a": ["x"]}, restart="now")
+    program.unlink()
+    assert not apply(system.running_current, digests={"a": ["x"]}, restart="now"), "a host that has no rigctl yet"

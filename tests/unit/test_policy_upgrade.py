@@ -130,12 +130,12 @@ def test_needed_and_recommended_are_all_that_is_pending() -> None:
 
 
 class Places:
-    """/run and /var/lib of a host, as the facts script globs them."""
+    """/run and /var/lib of a host, as the facts script looks for them."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
-        find = remote_script.glob.glob
-        monkeypatch.setattr(remote_script.glob, "glob", lambda pattern: find(f"{root}{pattern}"))
+        records = {f"{root}{place}": record for place, record in remote_script.RECORDS.items()}
+        monkeypatch.setattr(remote_script, "RECORDS", records)
 
     def write(self, path: str, content: str) -> None:
         file = self.root / path
@@ -145,7 +145,6 @@ class Places:
 
 def test_the_facts_know_who_was_accepted_on_this_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places, boot = Places(tmp_path, monkeypatch), ended.boot_id()
-    monkeypatch.setattr(remote_script, "RUNTIME", f"{tmp_path}/run/")
     states = "var/lib/kimi-rig/serving"
     places.write("run/kimi-rig/runs/started.json", json.dumps({"accepted_at": 1}))
     places.write("run/kimi-rig/loads/started.json", json.dumps({"accepted_at": None}))

@@ -258,9 +258,9 @@ def test_a_rollback_to_its_state_finds_its_files(running: Running, same_plans: d
 def test_a_deploy_restarts_what_is_stale_alone(
     running: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, digest: str, restarts: bool
 ) -> None:
-    write_json(running.started, {"digest": digest, "same_as": []}, durable=False)
+    row = {"name": running.name, "stale": False, "started": {"digest": digest, "same_as": []}}
     log = tmp_path / "called"
-    for program, words in (("systemctl", f'echo "$@" >> {log}'), ("rigctl", "echo '[]'")):
+    for program, words in (("systemctl", f'echo "$@" >> {log}'), ("rigctl", f"echo '{json.dumps([row])}'")):
         (tmp_path / program).write_text(f"#!/bin/sh\n{words}\n")
         (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rigctl.contract import layout
 from rigctl.errors import RigctlError
 from rigctl.page_cache import BLOCK, evict
 from rigctl.services import switching, warming
@@ -97,7 +98,7 @@ def test_a_switch_goes_on_without_it(
 
     monkeypatch.setattr(switching, "warm", refused)
     monkeypatch.setattr(switching.subprocess, "Popen", start)
-    monkeypatch.setattr(switching, "FALLBACK", Path(host.next.target_path, "none"))
+    monkeypatch.setattr(layout, "SERVING", str(Path(host.next.target_path, "none")))
     with pytest.raises(Started):
         switching.switch_to(host.next, warmed=True)
     assert capsys.readouterr().out == "switching without it: next: no room\n"

@@ -19,7 +19,7 @@ from rigctl.contract.limits import Limits
 from rigctl.supervisor import watchdog
 from rigctl.supervisor.activity import Activity, Patience, measure
 from rigctl.supervisor.engine_client import Engine, Metrics, Speculation, read_metrics
-from rigctl.supervisor.measurement_pause import is_measured, mark, undisturbed
+from rigctl.supervisor.measurement_pause import MARK, is_measured, undisturbed
 from rigctl.supervisor.metrics_file import exposition
 from rigctl.supervisor.watchdog import Watch
 from tests.unit.serving import EAGLE3, limits, specification
@@ -152,7 +152,7 @@ def test_nothing_is_asked_while_a_benchmark_measures(tmp_path: Path, monkeypatch
         assert watch.errors == []
     watch.round()
     assert watch.errors, "the mark outlived the benchmark"
-    assert mark(engine.specification).exists()
+    assert Path(str(engine.specification.runtime), MARK).exists()
     assert not is_measured(engine.specification), "a file that nobody holds says nothing"
 
 

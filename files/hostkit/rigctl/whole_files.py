@@ -1,6 +1,5 @@
 """Files that are written whole or not at all, and JSON that is read with a message that names the file."""
 
-import errno
 import json
 import os
 import tempfile
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rigctl.errors import RigctlError
+from rigctl.guarded import not_written
 
 
 def sync_directory(path: Path) -> None:
@@ -43,9 +43,7 @@ def write_whole(path: Path, text: str, mode: int = 0o644, *, durable: bool = Tru
             temporary.unlink()
         if not isinstance(error, OSError):
             raise
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        need = f": {size} bytes are needed; make room and try again" if full else ""
-        raise OSError(error.errno, f"{error.strerror}{need}", str(path)) from None
+        raise not_written(error, str(path), size) from None
     if durable:
         sync_directory(path.parent)
 

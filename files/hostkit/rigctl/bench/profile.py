@@ -5,21 +5,28 @@ A rank that waits for another one does so in its AllReduce, and that time counts
 """
 
 import gzip
-import json
+import os
 import re
 import time
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
+from typing import Any, BinaryIO
 
 import requests
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rigctl.guarded import Place, regular
 from rigctl.supervisor.engine_client import Engine
 
-CACHE = Path("/var/cache/kimi-rig")  # a profiled configuration writes to <name>/profile below it
+BELOW = "profile"
+"""Where a profiled configuration writes, in its cache directory."""
+TRACE_BYTES, EVENTS = 1 << 30, 4_000_000
+"""Of one rank's trace, unpacked: it has 300 bytes a kernel, and PROFILED_TOKENS steps of a large model are 100 MB."""
 # NCCL's kernels, the engines' own (custom, one-shot, quick) and FlashInfer's fused ones.
 ALL_REDUCE = re.compile(r"all_?reduce|cross_device_reduce", re.IGNORECASE)
 WRITING_SECONDS = 120
+POLL_SECONDS = 2.0
 PROFILED_TOKENS = 128  # a token is a step of each layer's kernels, on every rank
 # What a profile of SGLang holds; by default it has Python's stacks too, and hundreds of steps fill gigabytes. vLLM is
 # told by its command line.
@@ -30,20 +37,40 @@ class ProfileFailed(Exception):
     """The engine cannot be profiled. Says why."""
 
 
+class Kernel(BaseModel):
+    """An event of a trace; `dur` in microseconds."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+    cat: str | None = None
+    name: str = ""
+    dur: float | None = Field(None, ge=0)
+
+
+class Trace(BaseModel):
+    """What is read of a trace: any bytes, since the engine wrote them."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    events: list[Kernel] = Field(alias="traceEvents", max_length=EVENTS)
+
+
 def start(engine: Engine) -> None:
     """Start the engine's profiler. Raises ProfileFailed when it has none."""
     _post(engine, "start_profile", RECORDED if engine.specification.engine == "sglang" else None)
 
 
-def stop(engine: Engine, directory: Path) -> dict[str, float]:
+def stop(engine: Engine) -> dict[str, float]:
     """Stop the profiler, read what it wrote, delete it. Raises ProfileFailed without traces or GPU kernels."""
     _post(engine, "stop_profile")
-    paths = _finished(directory)
+    cache = engine.specification.cache
     try:
-        return shares(_kernels(path) for path in paths)
+        _await_finished(cache)
+        return shares(_traces(cache))
+    except OSError as error:
+        raise ProfileFailed(f"{error.filename or cache}: {error.strerror}") from None
     finally:
-        for path in paths:
-            path.unlink(missing_ok=True)
+        _sweep(cache)
 
 
 def _post(engine: Engine, what: str, content: dict[str, Any] | None = None) -> None:
@@ -53,35 +80,57 @@ def _post(engine: Engine, what: str, content: dict[str, Any] | None = None) -> N
         raise ProfileFailed(f"{what}: {error}") from None
 
 
-def _finished(directory: Path) -> list[Path]:
-    """The traces, once none of them grows any more."""
+def _listed(cache: Place) -> Iterator[tuple[int, str]]:
+    """The traces as (descriptor of their directory, name)."""
+    return ((at, name) for at, name in cache.walk(BELOW) if name.endswith((".json", ".json.gz")))
+
+
+def _await_finished(cache: Place) -> None:
+    """Return once no trace grows any more."""
     until = time.monotonic() + WRITING_SECONDS
-    before: dict[Path, int] = {}
+    before: list[tuple[str, int]] = []
     while time.monotonic() < until:
-        found = [*directory.rglob("*.json"), *directory.rglob("*.json.gz")]
-        now = {path: path.stat().st_size for path in found}
+        now = [(name, os.stat(name, dir_fd=at, follow_symlinks=False).st_size) for at, name in _listed(cache)]
         if now and now == before:
-            return sorted(now)
+            return
         before = now
-        time.sleep(2)
-    raise ProfileFailed(f"no trace appeared in {directory}")
+        time.sleep(POLL_SECONDS)
+    raise ProfileFailed(f"no trace appeared in {cache}/{BELOW}")
 
 
-def _kernels(path: Path) -> list[dict[str, Any]]:
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+def _traces(cache: Place) -> Iterator[list[Kernel]]:
+    """The kernels of each trace."""
+    for at, name in _listed(cache):
+        with regular(at, name, f"{cache}/{BELOW}: {name}") as file:
+            yield kernels(file, name)
+
+
+def _sweep(cache: Place) -> None:
+    """Remove the traces, by the names that they have in directories reached without a link."""
+    with suppress(OSError):
+        for at, name in _listed(cache):
+            os.unlink(name, dir_fd=at)
+
+
+def kernels(file: BinaryIO, name: str) -> list[Kernel]:
+    """The GPU kernels of one trace. Raises ProfileFailed."""
     try:
-        events = json.loads(content)["traceEvents"]
-    except (ValueError, KeyError):
-        raise ProfileFailed(f"{path} is no trace") from None
-    return [event for event in events if event.get("cat") == "kernel" and "dur" in event]
+        with gzip.open(file) if name.endswith(".gz") else nullcontext(file) as trace:
+            content = trace.read(TRACE_BYTES + 1) or b""
+        if len(content) > TRACE_BYTES:
+            raise ProfileFailed(f"{name} is longer than {TRACE_BYTES >> 20} MiB")
+        events = Trace.model_validate_json(content).events
+    except (ValidationError, zlib.error, EOFError, gzip.BadGzipFile):
+        raise ProfileFailed(f"{name} is no trace") from None
+    return [event for event in events if event.cat == "kernel" and event.dur is not None]
 
 
-def shares(traces: Iterable[list[dict[str, Any]]]) -> dict[str, float]:
+def shares(traces: Iterable[list[Kernel]]) -> dict[str, float]:
     """GPU seconds of all kernels and AllReduce's share of them, over the traces of all ranks."""
     total = reduce = 0.0
     for kernels in traces:
-        total += sum(float(kernel["dur"]) for kernel in kernels)
-        reduce += sum(float(kernel["dur"]) for kernel in kernels if ALL_REDUCE.search(kernel["name"]))
+        total += sum(kernel.dur or 0.0 for kernel in kernels)
+        reduce += sum(kernel.dur or 0.0 for kernel in kernels if ALL_REDUCE.search(kernel.name))
     if not total:
         raise ProfileFailed("the traces hold no GPU kernels")
     return {"all_reduce_share": reduce / total, "kernel_seconds": total / 1e6}

@@ -333,7 +333,7 @@ def _profiled(run: Run, engine: Engine, workload: Workload, ratio: float) -> dic
     try:
         profile.start(engine)
         _unmeasured(run, engine, short, "profile", ratio)
-        return profile.stop(engine, profile.CACHE / name / "profile")
+        return profile.stop(engine)
     except profile.ProfileFailed as error:
         run.say(f"{name}, {workload.id}: not profiled: {error}")
         return {}

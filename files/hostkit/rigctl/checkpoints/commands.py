@@ -21,6 +21,7 @@ from rigctl.contract.checkpoint_job import CheckpointJob
 from rigctl.contract.eagle3_conventions import Engine
 from rigctl.contract.served_checkpoints import DrafterPairs, Training
 from rigctl.errors import RigctlError
+from rigctl.lock_files import Busy
 from rigctl.whole_files import read_json
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _job(arguments: argparse.Namespace, work: Callable[[Job], Outcome]) -> int:
     job = _new_job(_order(arguments))
     name, said = job.order.name, job.progress
     if workplace.is_locked(job.state, name):
-        raise workplace.Busy(f"{name}: a job is running already; follow it with `rigctl checkpoints follow {name}`")
+        raise Busy(f"{name}: a job is running already; follow it with `rigctl checkpoints follow {name}`")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: job.stop.set())
     with progress.Reporter(said, job.state.job_path(name), as_json=arguments.json, every=arguments.every):

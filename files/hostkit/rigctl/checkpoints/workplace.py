@@ -9,17 +9,15 @@
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
 
+from rigctl import lock_files
 from rigctl.checkpoints.paths import allocated, inside, make_parents, remove_tree, walk
 from rigctl.checkpoints.record import Record, State, parse
 from rigctl.checkpoints.verify import Seen, check_file
@@ -28,57 +26,20 @@ from rigctl.errors import RigctlError
 from rigctl.whole_files import read_json, sync_directory, write_json
 
 
-class Busy(RigctlError):
-    """Another job has this destination."""
-
-
 @contextlib.contextmanager
 def locked(state: State, name: str, directory: Path) -> Iterator[None]:
     """One job a destination and a name; raises Busy with who has it."""
     key = hashlib.sha256(os.fsencode(directory)).hexdigest()[:24]
+    what = f"a job is running already (follow it with `rigctl checkpoints follow {name}`)"
     with contextlib.ExitStack() as stack:
         for lock in (state.lock_path(f"to-{key}"), state.lock_path(f"name-{name}")):
-            stack.enter_context(_lock(lock, f"{name} -> {directory}"))
+            # A look by `status` holds the lock for a moment.
+            stack.enter_context(lock_files.locked(lock, what, seconds=1.0))
         yield
-
-
-@contextlib.contextmanager
-def _lock(place: Path, who: str, patience: float = 1.0) -> Iterator[None]:
-    """patience: seconds to wait, since a look by `status` holds the lock for a moment."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with place.open("ab+", buffering=0) as handle:
-        end = time.monotonic() + patience
-        while not _acquired(handle, place):
-            if time.monotonic() >= end:
-                handle.seek(0)
-                raise Busy(
-                    f"a job is running already (pid {handle.read().decode(errors='replace').strip() or '?'}); "
-                    "follow it with `rigctl checkpoints follow NAME`"
-                )
-            time.sleep(0.05)
-        handle.truncate(0)
-        with contextlib.suppress(OSError):  # who has the lock is a courtesy, also on a full disk
-            handle.write(f"{os.getpid()}: {who}".encode())
-        yield
-        handle.truncate(0)
-
-
-def _acquired(handle: IO[bytes], place: Path) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise RigctlError(f"lock {place}: {error.strerror}") from error
-    return True
 
 
 def is_locked(state: State, name: str) -> bool:
-    try:
-        with _lock(state.lock_path(f"name-{name}"), "a look", patience=0.0):
-            return False
-    except Busy:
-        return True
+    return lock_files.is_locked(state.lock_path(f"name-{name}"))
 
 
 class Workplace:

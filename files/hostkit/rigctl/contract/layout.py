@@ -41,9 +41,13 @@ CREATED = f"{STATE}/created"
 """Append-only list of what we brought to the host; uninstall removes these and nothing else."""
 
 RUNTIME = "/run/kimi-rig"
+"""Root's. Below it, as below SERVING, LOGS and CACHE, a directory each of the service user's: see guarded.py."""
 REBOOT_PENDING = f"{RUNTIME}/reboot-pending"
 AT_WORK = f"{RUNTIME}/at-work.lock"
 """Held, shared, by every command of a deploy that changes the host."""
+DEPLOY_LOCK = f"{RUNTIME}/deploy.lock"
+LOGIN_RAN = f"{RUNTIME}/login-ran"
+KEYRING_PACKAGE = f"{RUNTIME}/keyring.deb"
 
 UNITS = "/etc/systemd/system"
 UNIT_MARK = "# Written by kimi-rig"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import re
 import subprocess
 import tarfile
@@ -56,8 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the archive. Raises RigctlError when it cannot be written."""
     secrets = known_secrets(CREDENTIAL.parent)
     try:
-        with tarfile.open(arguments.output, "x:gz") as archive:
-            arguments.output.chmod(0o600)
+        # Closed to others from its first byte, and never through a link.
+        descriptor = os.open(arguments.output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
             for name, text in _content():
                 _add(archive, name, masked(text, secrets))
     except OSError as error:
@@ -98,10 +100,14 @@ def _of(specification: Specification) -> Iterator[tuple[str, str]]:
     yield f"{specification.name}/unit.txt", _output(["systemctl", "cat", unit])
     yield f"{specification.name}/properties.txt", _output(["systemctl", "show", unit])
     yield f"{specification.name}/journal.txt", _output(["journalctl", "--no-pager", "-n", "2000", "-u", unit])
-    for path in sorted(specification.logs.glob("*.log"))[-2:]:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_BYTES))
-            yield f"{specification.name}/{path.name}", file.read().decode(errors="replace")
+    for name in specification.logs.names(".log")[-2:]:
+        try:
+            with specification.logs.open(name) as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
+                text = (file.read(LOG_BYTES) or b"").decode(errors="replace")
+        except OSError as error:
+            text = f"not packed: {error.filename}: {error.strerror}\n"
+        yield f"{specification.name}/{name}", text
 
 
 def _output(command: list[str]) -> str:

@@ -18,13 +18,18 @@ from pathlib import Path
 import psutil
 
 from rigctl.errors import RigctlError
+from rigctl.guarded import Place
 from rigctl.nvidia_smi import nvidia_smi
 from rigctl.supervisor.activity import IN_UNIT, control_groups
 from rigctl.supervisor.ended import command
 from rigctl.supervisor.specification import installed
 
 SHM = Path("/dev/shm")  # noqa: S108  # the segments' place, not a temporary file
-ENGINE = re.compile(r"sglang[.:]|vllm[. ]|VLLM::|sgl_diffusion|/vllm\b")
+# What a process executes, never words of its command line: an editor that has a file of vLLM open is no engine.
+CODE = re.compile(r"/(?:site|dist)-packages/(?:vllm|sglang|sgl_kernel|sgl_diffusion)/[^\n]*\.so")
+TITLE = re.compile(r"(?:VLLM|sglang|sgl_diffusion)::")
+"""How engines name their workers, in a name that the kernel keeps (prctl(2), PR_SET_NAME)."""
+PROGRAM = re.compile(r"(?:python[\d.]*|vllm|sglang)$")
 # The last two: left behind by SGLang 0.5.16 at every stop.
 SEGMENTS = ("sgl_shm_*", "psm_*", "sem.mp-*", "nccl-*", "torch_*", "vllm*", "sglang_loads_*.shm", "sem.loky-*")
 
@@ -54,8 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     found, segments = holders(), unused_segments()
     if arguments.yes:
         end([holder.pid for holder in found if holder.engine])
-        for segment in segments:
-            segment.unlink(missing_ok=True)
+        Place(str(SHM)).remove(*(segment.name for segment in segments))
     _tell(found, segments, arguments.json, did=arguments.yes)
     left = [*holders(), *unused_segments()] if arguments.yes else [*found, *segments]
     return 1 if left else 0
@@ -77,7 +81,7 @@ def _tell(found: list[Holder], segments: list[Path], as_json: bool, *, did: bool
 
 
 def holders() -> list[Holder]:
-    """Processes outside our units that hold a GPU or a configured port, or look like an engine."""
+    """Processes outside our units that hold a GPU or a configured port, or run an engine's code."""
     gpu = {int(row[0]): f"GPU memory {row[1]} MiB" for row in nvidia_smi("--query-compute-apps=pid,used_memory")}
     ports = {endpoint.port for one in installed() for endpoint in one.endpoints}
     found = []
@@ -85,12 +89,23 @@ def holders() -> list[Holder]:
         pid, line, groups = process.pid, command(process.pid), control_groups(process.pid)
         if pid == os.getpid() or line == "(gone)" or groups is None or IN_UNIT.search(groups):
             continue
-        engine = bool(ENGINE.search(line)) and "rigctl" not in line
+        engine = runs_engine(process)
         holds = [*([gpu[pid]] if pid in gpu else []), *(f"port {port}" for port in _listens(process) & ports)]
         if holds or engine:
             holds = holds or ["an engine outside the units"]
             found.append(Holder(pid, process.info["username"] or "?", line, holds, engine or pid in gpu))
     return found
+
+
+def runs_engine(process: psutil.Process) -> bool:
+    """Whether its program is an engine: a Python that has loaded one's libraries, or has the name of a worker."""
+    with suppress(psutil.Error, OSError):  # gone, or a thread of the kernel
+        if PROGRAM.search(process.exe().removesuffix(" (deleted)")):
+            return bool(
+                TITLE.match(process.name())
+                or CODE.search(Path(f"/proc/{process.pid}/maps").read_text(errors="replace"))
+            )
+    return False
 
 
 def _listens(process: psutil.Process) -> set[int]:
@@ -104,7 +119,7 @@ def _listens(process: psutil.Process) -> set[int]:
 
 def unused_segments(directory: Path = SHM, proc: Path = Path("/proc")) -> list[Path]:
     """Engines' shared memory segments that no process has mapped or open."""
-    segments = {path for pattern in SEGMENTS for path in directory.glob(pattern)}
+    segments = {path for pattern in SEGMENTS for path in directory.glob(pattern) if not path.is_dir()}
     if not segments:
         return []
     used: set[str] = set()

@@ -7,23 +7,24 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from rigctl.checkpoints.precheck import identities
 from rigctl.contract import layout
+from rigctl.contract.happened import Ended, Fallback, Started, Unreadable, Watched
 from rigctl.contract.order import ContractError
 from rigctl.contract.run_specification import Endpoint
 from rigctl.errors import RigctlError
+from rigctl.guarded import Place
 from rigctl.services.systemd import UNITS, properties
 from rigctl.supervisor.ended import failures
 from rigctl.supervisor.engine_client import BAD_ANSWERS, Engine, api_key
 from rigctl.supervisor.live_settings import WARNING
 from rigctl.supervisor.readiness import reason, reasoning_of
-from rigctl.supervisor.specification import Specification, configurations, installed, named, started
-from rigctl.whole_files import read_object
+from rigctl.supervisor.specification import Specification, configurations, installed, named, runtime_of
 
-FALLBACK = Path(layout.SERVING) / "fallback.json"
 WANTED = ["ActiveState", "StatusText", "Result", "ExecMainStatus", "NRestarts", "NeedDaemonReload", "DropInPaths"]
 SHOWN_ROUTES = 6
 # Exit codes of systemd itself when it cannot set a unit up (systemd.exec(5)).
@@ -49,8 +50,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def show(arguments: argparse.Namespace) -> int:
     """Print one line a configuration, and below it whatever an operator should know."""
-    fallback = read_object(FALLBACK) or {}
-    shown = [{**found, "fallback": fallback if found["name"] == fallback.get("failed") else None} for found in rows()]
+    fallback = last_fallback()
+    failed = fallback.failed if fallback else None
+    shown = [{**found, "fallback": _json(fallback) if found["name"] == failed else None} for found in rows()]
     if arguments.json:
         print(json.dumps(shown, indent=2))
         return 0
@@ -59,9 +61,23 @@ def show(arguments: argparse.Namespace) -> int:
         for remark in found["remarks"]:
             print(f"{'':<12} {'':<32} {remark}")
     if fallback:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fallback["at"]))
-        print(f"fallback: at {when} {fallback['failed']} was not accepted ({fallback['cause']}); {fallback['outcome']}")
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fallback.at))
+        print(f"fallback: at {when} {fallback.failed} was not accepted ({fallback.cause}); {fallback.outcome}")
     return 0
+
+
+def serving() -> Place:
+    """Where the last fallback is recorded, beside the directories of the configurations."""
+    return Place(layout.SERVING)
+
+
+def last_fallback() -> Fallback | None:
+    """The last fallback of this host."""
+    return Fallback.known(serving())
+
+
+def _json(record: BaseModel | None) -> dict[str, Any] | None:
+    return record.model_dump(mode="json", exclude_unset=True) if record else None
 
 
 def rows() -> list[dict[str, Any]]:
@@ -74,60 +90,85 @@ def rows() -> list[dict[str, Any]]:
 
 def _unusable(name: str, why: ContractError) -> dict[str, Any]:
     state = properties(layout.unit_name(name), WANTED)["ActiveState"]
-    known = {"name": name, "state": state, "status": str(why), "stale": False, "remarks": []}
+    ran_as, _ = _started(runtime_of(name), state)
+    known: dict[str, Any] = {
+        "name": name,
+        "state": state,
+        "status": str(why),
+        "started": _json(ran_as),
+        "stale": False,
+        "remarks": [],
+    }
     return {**known, "release": None, "running_release": None, "digest": None}
+
+
+def _started(runtime: Place, state: str) -> tuple[Started | None, str | None]:
+    """What a service that runs was started with, and why that is not known."""
+    if state not in ("active", "deactivating"):
+        return None, None
+    try:
+        found = Started.read(runtime)
+    except Unreadable as error:
+        return None, str(error)
+    missing = f"{runtime}/{Started.FILE} is missing"
+    return found, missing if found is None and state == "active" else None
 
 
 def row(specification: Specification) -> dict[str, Any]:
     """Everything that is known of one configuration; never asks the engine, so it answers at once."""
     unit = properties(specification.unit, WANTED)
     state = unit["ActiveState"]
-    ran_as = started(specification) if state in ("active", "deactivating") else None
-    watch = (read_object(specification.runtime / "watch.json") or {}) if ran_as else {}
-    ended = read_object(specification.state / "ended.json") if state != "active" else None
+    ran_as, unknown = _started(specification.runtime, state)
+    stale = f"what it was started with is not known ({unknown})" if unknown else _stale(specification, ran_as)
+    watch = (Watched.known(specification.runtime) if ran_as else None) or Watched()
+    ended = Ended.known(specification.state) if state != "active" else None
     return {
         "name": specification.name,
         "state": state,
         "status": _status_text(unit, ended),
         "release": specification.release,
-        "running_release": (ran_as or {}).get("release"),
+        "running_release": ran_as.release if ran_as else None,
         "digest": specification.digest,
         "address": specification.endpoint.address,
         "model": specification.model,
         "api_key": specification.api_key,
-        "accepted_at": ran_as["accepted_at"] if ran_as else None,
-        "started": ran_as,
-        "watch": watch or None,
-        "acceptance_length": watch.get("acceptance_length"),
+        "accepted_at": ran_as.accepted_at if ran_as else None,
+        "started": _json(ran_as),
+        "watch": _json(watch) or None,
+        "acceptance_length": watch.acceptance_length,
         "restarts": int(unit["NRestarts"] or 0),
         "failures": failures(specification),
-        "last_end": ended,
-        "stale": _stale(specification, ran_as) is not None,
+        "last_end": _json(ended),
+        "stale": stale is not None,
         "edited": _edited(specification, unit),
-        "remarks": list(_remarks(specification, unit, ran_as, watch, ended)),
+        "remarks": [
+            *_of_unit(specification, unit, stale, ran_as),
+            *(_of_run(ran_as, watch) if ran_as else ()),
+            *(_of_end(ended, failed=state == "failed") if ended else ()),
+        ],
     }
 
 
-def _status_text(unit: dict[str, str], ended: dict[str, Any] | None) -> str:
+def _status_text(unit: dict[str, str], ended: Ended | None) -> str:
     if unit["ActiveState"] == "failed":
         if why := SETUP_FAILURES.get(unit["ExecMainStatus"]):
             return why
-        return str((ended or {}).get("cause") or unit["StatusText"] or unit["Result"])
+        return (ended and ended.cause) or unit["StatusText"] or unit["Result"]
     return unit["StatusText"] if unit["ActiveState"] != "inactive" else ""
 
 
-def _stale(specification: Specification, ran_as: dict[str, Any] | None) -> str | None:
+def _stale(specification: Specification, ran_as: Started | None) -> str | None:
     """What has changed since the service that runs was started; None when nothing has, or nothing runs."""
     if ran_as is None:
         return None
-    if not {ran_as["digest"], *ran_as.get("same_as", ())}.intersection(specification.known_as):
-        return "deployed anew"
+    if not {ran_as.digest, *ran_as.same_as}.intersection(specification.known_as):
+        return "deployed anew since it was started"
     try:
         now = identities(specification)
     except RigctlError:
         return None  # on its way: staging and verification say so themselves
-    changed = [name for name, was in ran_as.get("checkpoints", {}).items() if now.get(name) != was]
-    return f"{', '.join(changed)} replaced" if changed else None
+    changed = [name for name, was in ran_as.checkpoints.items() if now.get(name) != was]
+    return f"{', '.join(changed)} replaced since it was started" if changed else None
 
 
 def _edited(specification: Specification, unit: dict[str, str]) -> list[str]:
@@ -141,43 +182,47 @@ def _edited(specification: Specification, unit: dict[str, str]) -> list[str]:
     return edited + [path for path in unit["DropInPaths"].split() if not path.endswith(f"/{layout.HANDOVER}")]
 
 
-def _remarks(
-    specification: Specification,
-    unit: dict[str, str],
-    ran_as: dict[str, Any] | None,
-    watch: dict[str, Any],
-    ended: dict[str, Any] | None,
+def _of_unit(
+    specification: Specification, unit: dict[str, str], stale: str | None, ran_as: Started | None
 ) -> Iterator[str]:
-    if why := _stale(specification, ran_as):
-        runs = (ran_as or {}).get("release", specification.release)
+    """Remarks on a unit beside what is deployed."""
+    if stale:
+        runs = (ran_as and ran_as.release) or specification.release
         releases = f" (runs {runs}, deployed is {specification.release})" if runs != specification.release else ""
-        yield f"STALE: {why} since it was started{releases}; `systemctl restart` takes it over"
-    drafter = (ran_as or {}).get("prechecks", {}).get("drafter fits", "no drafter")
-    if drafter != "no drafter":
-        yield f"drafter {drafter}"
+        yield f"STALE: {stale}{releases}; `systemctl restart` takes it over"
     if edited := _edited(specification, unit):
         yield f"EDITED BY HAND: {', '.join(edited)}; deploy again, or move the change to inventory/serving.yaml"
     if unit["NeedDaemonReload"] == "yes":
         yield "systemd has not read its unit again; deploy again or `systemctl daemon-reload`"
-    if watch.get("below_floor"):
-        yield (
-            f"acceptance length {watch['acceptance_length']} is below {watch['acceptance_floor']}: "
-            "slower than without a drafter"
-        )
-    if watch.get("own_rate") is not None:
-        yield f"the engine's own rate {watch['own_rate']:.2f} is {watch['own_rate_is']}"
     if unit["ActiveState"] in ("active", "activating") and (causes := failures(specification)):
         yield f"restarted after: {causes[-1]}"
-    for name, outcome in ((ran_as or {}).get("prechecks") or {}).items():
+
+
+def _of_run(ran_as: Started, watch: Watched) -> Iterator[str]:
+    """Remarks on the run of a service."""
+    drafter = ran_as.prechecks.get("drafter fits", "no drafter")
+    if drafter != "no drafter":
+        yield f"drafter {drafter}"
+    if watch.below_floor:
+        yield (
+            f"acceptance length {watch.acceptance_length} is below {watch.acceptance_floor}: "
+            "slower than without a drafter"
+        )
+    if watch.own_rate is not None:
+        yield f"the engine's own rate {watch.own_rate:.2f} is {watch.own_rate_is}"
+    for name, outcome in ran_as.prechecks.items():
         if outcome.startswith(WARNING):
             yield f"{name}: {outcome.removeprefix(WARNING)}"
-    if opened := ((ran_as or {}).get("proved", {}).get("routes") or {}).get("open_without_key"):
+    if opened := ran_as.proved.routes.open_without_key:
         more = f" and {len(opened) - SHOWN_ROUTES} more (`rigctl status --json`)" if len(opened) > SHOWN_ROUTES else ""
         yield f"open without the API key: {', '.join(opened[:SHOWN_ROUTES])}{more}"
-    if ended and unit["ActiveState"] == "failed":
-        yield from (f"| {line}" for line in ended.get("last_words", []))
-    if ended and ended.get("left"):
-        yield from ended["left"]
+
+
+def _of_end(ended: Ended, *, failed: bool) -> Iterator[str]:
+    """Remarks on the last end of a service."""
+    if failed:
+        yield from (f"| {line}" for line in ended.last_words)
+    yield from ended.left
 
 
 def talk(arguments: argparse.Namespace) -> int:

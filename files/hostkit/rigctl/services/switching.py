@@ -7,14 +7,14 @@ import subprocess
 import time
 from contextlib import suppress
 
+from rigctl.contract.happened import Accepted, Ended, Fallback, record_text
 from rigctl.errors import RigctlError
-from rigctl.services.status import FALLBACK, active, as_running, row
+from rigctl.services.status import active, as_running, last_fallback, row, serving
 from rigctl.services.systemd import properties, systemctl
 from rigctl.services.warming import warm
 from rigctl.supervisor.ended import boot_id
 from rigctl.supervisor.engine_client import BAD_ANSWERS, Engine, api_key
 from rigctl.supervisor.specification import Specification, installed, named
-from rigctl.whole_files import read_object, write_json
 
 # A start that follows a stop within this time has displaced what was stopped.
 DISPLACED_SECONDS = 15
@@ -48,7 +48,7 @@ def switch_to(specification: Specification, *, warmed: bool = False) -> int:
             warm(specification)
         except RigctlError as error:
             print(f"switching without it: {error}", flush=True)
-    FALLBACK.unlink(missing_ok=True)
+    serving().remove(Fallback.FILE)
     begun = time.time()
     starting = subprocess.Popen(["systemctl", "start", specification.unit], stderr=subprocess.PIPE, errors="replace")
     shown = ""
@@ -61,10 +61,9 @@ def switch_to(specification: Specification, *, warmed: bool = False) -> int:
     if starting.returncode == 0:
         print(f"{specification.name} serves on {specification.base_url}: {row(specification)['status']}")
         return 0
-    ended = read_object(specification.state / "ended.json") or {}
-    fresh = ended.get("at", 0) >= begun
+    ended = Ended.known(specification.state) or Ended()
     told = starting.stderr.read().strip() if starting.stderr else ""
-    cause = ended.get("cause") if fresh and ended.get("cause") else f"{row(specification)['status']} ({told})"
+    cause = ended.cause if ended.at >= begun and ended.cause else f"{row(specification)['status']} ({told})"
     went_back = _await_fallback(specification.name, begun)
     raise RigctlError(f"{specification.name} does not serve: {cause}{went_back}")
 
@@ -72,9 +71,9 @@ def switch_to(specification: Specification, *, warmed: bool = False) -> int:
 def _await_fallback(name: str, since: float) -> str:
     end = time.monotonic() + 5
     while time.monotonic() < end:
-        record = read_object(FALLBACK) or {}
-        if record.get("failed") == name and record.get("at", 0) >= since:
-            return f"; {record['outcome']}"
+        record = last_fallback()
+        if record and record.failed == name and record.at >= since:
+            return f"; {record.outcome}"
         time.sleep(0.2)
     return ""
 
@@ -112,31 +111,31 @@ def show_logs(arguments: argparse.Namespace) -> int:
     if arguments.number is None:
         follow = ["-f"] if arguments.follow else ["--no-pager"]
         return subprocess.call(["journalctl", "-u", specification.unit, "-n", "200", *follow])
-    runs = sorted(specification.logs.glob("*.log"), reverse=True)
+    runs = specification.logs.names(".log")[::-1]
     if not 1 <= arguments.number <= len(runs):
         raise RigctlError(f"{specification.logs} has {len(runs)} runs; --run takes 1 (the last) to {len(runs)}")
     follow = ["-f"] if arguments.follow else []
-    return subprocess.call(["tail", "-n", "+1", *follow, str(runs[arguments.number - 1])])
+    with specification.logs.open(runs[arguments.number - 1]) as file:
+        return subprocess.call(["tail", "-n", "+1", *follow], stdin=file)
 
 
 def fall_back(failed: Specification) -> int:
     """Start all that `failed` displaced, once: never what a start displaced that was itself a fallback."""
-    end = read_object(failed.state / "ended.json") or {}
-    last = read_object(FALLBACK) or {}
-    accepted = (read_object(failed.state / "accepted.json") or {}).get("at", 0)
-    went_back, began = last.get("to") or [], last.get("began", 0)
+    end = Ended.known(failed.state) or Ended()
+    last = last_fallback()
+    went_back, began = (last.to, last.began) if last else ([], 0.0)
     back: list[Specification] = []
-    if failed.name in went_back and accepted < began and not end.get("accepted"):
+    if failed.name in went_back and _accepted(failed) < began and not end.accepted:
         text = f"{failed.name}, to which it had gone back, is not accepted either: it stays down"
-    elif end.get("accepted") or not (back := _displaced(failed)):  # what crashed in service is for the operator
+    elif end.accepted or not (back := _displaced(failed)):  # what crashed in service is for the operator
         print(f"{failed.name}: nothing to go back to")
         return 0
     else:
         began, went_back = time.time(), [one.name for one in back]
         text = f"{' and '.join(one.name for one in back)} {'is' if len(back) == 1 else 'are'} started again"
-    cause = str(end.get("cause") or row(failed)["status"])
+    cause = end.cause or row(failed)["status"]
     record = {"at": time.time(), "failed": failed.name, "cause": cause, "outcome": text}
-    write_json(FALLBACK, {**record, "to": went_back, "began": began}, durable=False)
+    serving().write(Fallback.FILE, record_text({**record, "to": went_back, "began": began}))
     print(f"{failed.name}: {text}", flush=True)
     if back:
         systemctl("start", "--no-block", *(one.unit for one in back))
@@ -152,8 +151,8 @@ def _displaced(failed: Specification) -> list[Specification]:
     began = int(unit["InactiveExitTimestampMonotonic"] or 0) / 1e6
     candidates: list[tuple[float, Specification]] = []
     for other in installed():
-        boot, stopped = (read_object(other.state / "ended.json") or {}).get("since_boot", ["", 0.0])
-        accepted = (read_object(other.state / "accepted.json") or {}).get("at", 0)
+        boot, stopped = (Ended.known(other.state) or Ended()).since_boot
+        accepted = _accepted(other)
         displaced = boot == boot_id() and began - DISPLACED_SECONDS < stopped <= began + 1
         if other.name != failed.name and accepted and displaced:
             candidates.append((accepted, other))
@@ -162,6 +161,12 @@ def _displaced(failed: Specification) -> list[Specification]:
         if not any(_exclude(other, one) for one in back):
             back.append(other)
     return back
+
+
+def _accepted(specification: Specification) -> float:
+    """When it was accepted last (Unix seconds), 0 for never."""
+    found = Accepted.known(specification.state)
+    return found.at if found else 0.0
 
 
 def _exclude(one: Specification, other: Specification) -> bool:

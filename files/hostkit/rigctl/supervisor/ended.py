@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import time
 from contextlib import suppress
@@ -13,11 +12,12 @@ from typing import Any
 
 import psutil
 
+from rigctl.contract.happened import Cause, Ended, Failures, Started, record_text
+from rigctl.guarded import Place
 from rigctl.supervisor.activity import gpu_memory, members
 from rigctl.supervisor.specification import Specification
-from rigctl.whole_files import read_object, write_json
 
-OF_ONE_RUN = ("started.json", "watch.json", "metrics.prom", "engine.yaml")
+OF_ONE_RUN = ("started.json", "watch.json", "metrics", "metrics.prom", "engine.yaml")
 KILLED = "by hand, or by the kernel for lack of memory (`journalctl -k` tells)"
 RESTARTED_SECONDS = 10  # systemd starts the unit again after RestartSec=1
 GRACE_SECONDS = 0.5  # helpers of a multiprocessing program end by themselves a moment after it
@@ -35,9 +35,9 @@ def record(specification: Specification) -> int:
     left = _gpu_left_overs(specification)
     result = os.environ.get("SERVICE_RESULT", "success")  # systemd.exec(5)
     cause = None if result == "success" else _cause(specification, result)
-    started = read_object(specification.runtime / "started.json")
+    started = Started.known(specification.runtime)
     series = [] if cause is None else [*_unhealthy(specification, started), cause]
-    note(specification.runtime / "failures.json", {"failures": series, "monotonic": time.monotonic()})
+    note(specification.runtime, Failures.FILE, {"failures": series, "monotonic": time.monotonic()})
     ended: dict[str, Any] = {
         "at": time.time(),
         "since_boot": [boot_id(), time.monotonic()],
@@ -49,10 +49,10 @@ def record(specification: Specification) -> int:
         "left": left,
     }
     # An engine that once worked on this boot may start again without what a later policy wants at the next one.
-    before = (read_object(specification.state / "ended.json") or {}).get("accepted_boot")
-    ended["accepted_boot"] = boot_id() if started is not None else before
-    words = read_object(specification.runtime / "cause.json") or {}
-    note(specification.state / "ended.json", {**ended, "last_words": words.get("last_words", [])})
+    before = Ended.known(specification.state)
+    ended["accepted_boot"] = boot_id() if started is not None else before and before.accepted_boot
+    words = Cause.known(specification.runtime)
+    note(specification.state, Ended.FILE, {**ended, "last_words": words.last_words if words else []})
     clear(specification)
     for line in [*(f"ended {process}" for process in killed), *left]:
         print(f"left over: {line}", flush=True)
@@ -61,17 +61,15 @@ def record(specification: Specification) -> int:
 
 def clear(specification: Specification) -> None:
     """Remove what is true of one run only, its metrics too."""
-    for name in OF_ONE_RUN:
-        (specification.runtime / name).unlink(missing_ok=True)
-    shutil.rmtree(specification.runtime / "metrics", ignore_errors=True)
+    specification.runtime.remove(*OF_ONE_RUN)
 
 
-def note(path: Path, content: dict[str, Any]) -> None:
+def note(place: Place, name: str, content: dict[str, Any]) -> None:
     """Write a file of what happened, whole or not at all. A full disk is reported and ends nothing."""
     try:
-        write_json(path, content, durable=False)
+        place.write(name, record_text(content))
     except OSError as error:
-        print(f"not written down: {error.filename or path}: {error.strerror}", flush=True)
+        print(f"not written down: {error.filename or place}: {error.strerror}", flush=True)
 
 
 def boot_id() -> str:
@@ -81,8 +79,8 @@ def boot_id() -> str:
 
 def failures(specification: Specification) -> list[str]:
     """Causes of the failures in a row that came before this run; empty after a stop or a long healthy run."""
-    found = (read_object(specification.runtime / "failures.json") or {}).get("failures", [])
-    return [str(cause) for cause in found]
+    found = Failures.known(specification.runtime)
+    return found.failures if found else []
 
 
 def taken_up(specification: Specification) -> list[str]:
@@ -90,25 +88,24 @@ def taken_up(specification: Specification) -> list[str]:
 
     A stop during systemd's wait before a restart leaves them behind: what starts later is not that restart.
     """
-    path = specification.runtime / "failures.json"
-    at = (read_object(path) or {}).get("monotonic")
-    if at is None or time.monotonic() - float(at) > RESTARTED_SECONDS:
-        path.unlink(missing_ok=True)
+    found = Failures.known(specification.runtime)
+    if found is None or found.monotonic is None or time.monotonic() - found.monotonic > RESTARTED_SECONDS:
+        specification.runtime.remove(Failures.FILE)
     return failures(specification)
 
 
-def _unhealthy(specification: Specification, started: dict[str, Any] | None) -> list[str]:
+def _unhealthy(specification: Specification, started: Started | None) -> list[str]:
     """The series so far, forgotten when the run that has ended was healthy for long enough."""
     if started is not None:
-        served = time.monotonic() - float(started["accepted_monotonic"])
+        served = time.monotonic() - started.accepted_monotonic
         if served > specification.limits.healthy_minutes * 60:
             return []
     return failures(specification)
 
 
 def _cause(specification: Specification, result: str) -> str:
-    if written := read_object(specification.runtime / "cause.json"):
-        return str(written["cause"])
+    if written := Cause.known(specification.runtime):
+        return written.cause
     code, status = os.environ.get("EXIT_CODE", "?"), os.environ.get("EXIT_STATUS", "?")
     known = {
         "oom-kill": "the kernel ended it for lack of memory",

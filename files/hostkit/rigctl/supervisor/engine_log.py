@@ -9,9 +9,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import ExitStack
 from typing import BinaryIO
 
+from rigctl.guarded import Place
 from rigctl.supervisor.load_phases import phase_of
 
 HARMLESS = "[harmless] "
@@ -114,16 +115,16 @@ class EngineLog:
 class RunFile:
     """The log file of one run. It ends early, and says so, when the disk is full or it is long enough."""
 
-    def __init__(self, directory: Path, kept: int, limit_mib: int) -> None:
+    def __init__(self, directory: Place, kept: int, limit_mib: int) -> None:
         self.problem: str | None = None
         self._left = limit_mib << 20
         self._file: BinaryIO | None = None
-        stamp = time.strftime("%Y-%m-%dT%H-%M-%S")
-        self.path = directory / f"{stamp}-{os.getpid()}.log"
+        self._opened = ExitStack()
+        name = f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{os.getpid()}.log"
+        self.path = f"{directory}/{name}"
         try:
-            for old in sorted(directory.glob("*.log"))[: -(kept - 1) or None]:
-                old.unlink()
-            self._file = self.path.open("wb", buffering=0)
+            directory.remove(*directory.names(".log")[: -(kept - 1) or None])
+            self._file = self._opened.enter_context(directory.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640))
         except OSError as error:
             self._give_up(error.strerror or type(error).__name__)
 
@@ -141,9 +142,8 @@ class RunFile:
 
     def close(self) -> None:
         """End the file; further lines go nowhere."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._opened.close()
+        self._file = None
 
     def _give_up(self, why: str) -> None:
         self.problem = f"{self.path} ends early ({why}); the journal goes on"

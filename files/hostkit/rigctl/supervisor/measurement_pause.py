@@ -7,20 +7,17 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from rigctl.supervisor.specification import Specification
 
-
-def mark(specification: Specification) -> Path:
-    """The file that a benchmark of this configuration locks."""
-    return specification.runtime / "measured"
+MARK = "measured"
+"""The file that a benchmark of a configuration locks."""
 
 
 def is_measured(specification: Specification) -> bool:
     """True while a benchmark holds the lock; a file that was left behind says nothing."""
     try:
-        with mark(specification).open() as file:
+        with specification.runtime.open(MARK) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return isinstance(error, BlockingIOError)
@@ -32,9 +29,11 @@ def undisturbed(specification: Specification) -> Iterator[None]:
     """Hold the lock while the block runs; where it cannot be held, the report says that tokens do not add up."""
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):  # without an engine there is no directory
-            # The directory is the engine's: a link of its making is not followed, and nothing is emptied.
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-            file = held.enter_context(os.fdopen(os.open(mark(specification), flags, 0o644), "rb", buffering=0))
-            os.fchmod(file.fileno(), 0o644)  # whatever the umask: the engine's user reads it
+            file = held.enter_context(specification.runtime.open(MARK, os.O_RDWR | os.O_CREAT))
+            # The engine's own, and closed to others: whoever can read a file can lock it, and end the watch for ever.
+            with specification.runtime.opened() as directory:
+                owner = os.fstat(directory)
+            os.fchown(file.fileno(), owner.st_uid, owner.st_gid)
+            os.fchmod(file.fileno(), 0o600)
             fcntl.flock(file, fcntl.LOCK_SH)
         yield

@@ -7,19 +7,17 @@ a file that it matches as an error.
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
+from rigctl.guarded import Place
 from rigctl.supervisor.specification import Specification
 from rigctl.supervisor.watchdog import Watch
-from rigctl.whole_files import write_whole
 
 
 def publish(specification: Specification, watch: Watch) -> None:
     """Write the file, to be read by anyone, and for this version also where the one before had it."""
-    text = exposition(specification, watch)
-    directory = specification.runtime / "metrics"
-    directory.mkdir(exist_ok=True)
-    directory.chmod(0o755)  # the unit's umask keeps others out
-    write_whole(directory / f"{specification.name}.prom", text, durable=False)
-    write_whole(specification.runtime / "metrics.prom", text, durable=False)
+    text = exposition(specification, watch).encode()
+    specification.runtime.make("metrics", 0o755)  # the unit's umask keeps others out
+    Place(f"{specification.runtime}/metrics").write(f"{specification.name}.prom", text)
+    specification.runtime.write("metrics.prom", text)
 
 
 def exposition(specification: Specification, watch: Watch) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from rigctl.checkpoints.precheck import identities
+from rigctl.contract.happened import record_text
 from rigctl.errors import RigctlError
 from rigctl.notification import notify
 from rigctl.supervisor import ended, prechecks
@@ -30,7 +31,6 @@ from rigctl.supervisor.metrics_file import publish
 from rigctl.supervisor.readiness import NotAccepted, accept
 from rigctl.supervisor.specification import Specification
 from rigctl.supervisor.watchdog import Watch, shared_port
-from rigctl.whole_files import write_json
 
 POLL_SECONDS = 0.1
 WARM_UP_POLL_SECONDS = 1.0
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         return Supervisor(specification, arguments.argv, api_key(specification.unit)).run()
     except RigctlError as error:
         if specification is not None:
-            ended.note(specification.runtime / "cause.json", {"cause": str(error)})
+            ended.note(specification.runtime, "cause.json", {"cause": str(error)})
         notify(f"STATUS={error}")
         print(error, flush=True)
         return GIVE_UP
@@ -104,7 +104,7 @@ class Supervisor:
         """The whole run, from the checks to the end of the engine."""
         earlier = ended.taken_up(self._specification)
         ended.clear(self._specification)
-        (self._specification.runtime / "cause.json").unlink(missing_ok=True)
+        self._specification.runtime.remove("cause.json")
         try:
             self._back_off(earlier)
             self._check()
@@ -130,7 +130,8 @@ class Supervisor:
         retry = (again or self._accepted or bool(earlier)) and len(earlier) < limits.restarts
         if not retry and earlier:
             cause = f"{cause} (given up after {len(earlier) + 1} failures in a row)"
-        ended.note(self._specification.runtime / "cause.json", {"cause": cause, "last_words": [*self._log.last_words]})
+        last = {"cause": cause, "last_words": [*self._log.last_words]}
+        ended.note(self._specification.runtime, "cause.json", last)
         self._notify("STOPPING=1", cause)
         self._end(polite=not self._frozen)
         print(f"{self._specification.name}: {cause}", flush=True)
@@ -188,11 +189,9 @@ class Supervisor:
             environment["VLLM_API_KEY"] = self._key
             return []
         # SGLang takes a key on its command line or in a file of arguments (server_args_config_parser.py).
-        path = self._specification.runtime / "engine.yaml"
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(f"api-key: '{self._key.replace(chr(39), chr(39) * 2)}'\n")
-        return ["--config", str(path)]
+        quoted = self._key.replace("'", "''")
+        self._specification.runtime.write("engine.yaml", f"api-key: '{quoted}'\n".encode(), 0o600)
+        return ["--config", f"{self._specification.runtime}/engine.yaml"]
 
     def _sample(self) -> None:
         """Look at the engine's activity until it is accepted; on a thread, since nvidia-smi can take a second."""
@@ -238,9 +237,9 @@ class Supervisor:
         specification, now = self._specification, time.monotonic()
         self._facts |= {"accepted_at": int(time.time()), "accepted_monotonic": now, "proved": proved}
         self._facts["probe_seconds"] = round(now - begun, 2)
-        write_json(specification.runtime / "started.json", self._facts, durable=False)
-        ended.note(specification.state / "accepted.json", {"at": int(time.time()), "digest": specification.digest})
-        (specification.runtime / "engine.yaml").unlink(missing_ok=True)
+        specification.runtime.write("started.json", record_text(self._facts))
+        ended.note(specification.state, "accepted.json", {"at": int(time.time()), "digest": specification.digest})
+        specification.runtime.remove("engine.yaml")
         counted = proved.get("speculation", {})
         drafts = f", {counted['accepted']}/{counted['drafted']} drafted tokens accepted" if "drafted" in counted else ""
         line = f"accepted {self._facts['load_seconds']:.1f} s after the start, probes {now - begun:.1f} s{drafts}"
@@ -256,7 +255,7 @@ class Supervisor:
                 self._say(self._said[1])
                 self._pause(min(left, SAY_SECONDS))
             self._meanwhile(watch.round, lambda: self._said[1], 0.2)
-            ended.note(self._specification.runtime / "watch.json", watch.report())
+            ended.note(self._specification.runtime, "watch.json", watch.report())
             with suppress(OSError):  # a full /run is no reason to stop serving
                 publish(self._specification, watch)
             if verdict := watch.verdict():

@@ -2,36 +2,46 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 from rigctl.contract import layout
 from rigctl.contract.order import ContractError, nearest
 from rigctl.contract.run_specification import RunSpecification
 from rigctl.errors import RigctlError
-from rigctl.whole_files import read_object
+from rigctl.guarded import Place
 
 
 class Specification(RunSpecification):
     """One configuration as deployed, and its directories."""
 
     @property
-    def runtime(self) -> Path:
+    def runtime(self) -> Place:
         """Directory of this boot's facts: started.json, watch.json, metrics.prom, cause.json, failures.json."""
-        return self._directory("RUNTIME_DIRECTORY", layout.RUNTIME)
+        return runtime_of(self.name)
 
     @property
-    def state(self) -> Path:
+    def state(self) -> Place:
         """Directory of facts that outlive a boot: accepted.json, ended.json."""
-        return self._directory("STATE_DIRECTORY", layout.SERVING)
+        return _place("STATE_DIRECTORY", layout.SERVING, self.name)
 
     @property
-    def logs(self) -> Path:
+    def logs(self) -> Place:
         """Directory of one log file a run."""
-        return self._directory("LOGS_DIRECTORY", layout.LOGS)
+        return _place("LOGS_DIRECTORY", layout.LOGS, self.name)
 
-    def _directory(self, variable: str, parent: str) -> Path:
-        given = os.environ.get(variable)  # systemd.exec(5): set inside the unit
-        return Path(given) if given else Path(parent, self.name)
+    @property
+    def cache(self) -> Place:
+        """Directory of what its engines compile, a directory a release, and of their profiles."""
+        return _place("CACHE_DIRECTORY", layout.CACHE, self.name)
+
+
+def runtime_of(name: str) -> Place:
+    """`Specification.runtime` of one whose specification cannot be used."""
+    return _place("RUNTIME_DIRECTORY", layout.RUNTIME, name)
+
+
+def _place(variable: str, parent: str, name: str) -> Place:
+    """A directory of a unit's: what systemd says inside the unit (systemd.exec(5)), else the one it would make."""
+    return Place(os.environ.get(variable) or f"{parent}/{name}")
 
 
 def named(name: str) -> Specification:
@@ -63,8 +73,3 @@ def configurations() -> dict[str, Specification | ContractError]:
 
 def _files() -> list[Path]:
     return sorted(Path(layout.CONFIGURATIONS).glob("*.json"))
-
-
-def started(specification: Specification) -> dict[str, Any] | None:
-    """What the running service wrote down when it was started and accepted; None while nothing runs."""
-    return read_object(specification.runtime / "started.json")

@@ -1,0 +1,160 @@
+"""Root never reads, follows, changes or deletes by path below what another user can write: a lint, and its proof.
+
+The units' directories belong to the service user (rigctl/guarded.py says why that matters). Whoever needs one takes a
+`Place` from a specification; naming the directory, or making a path of a place, is what this lint refuses.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rig.catalog.entries import ROOT
+from rigctl.guarded import Place
+
+CONSTANTS = {"RUNTIME", "SERVING", "LOGS", "CACHE"}
+NAMED = re.compile(
+    r"/(?:run|var/log|var/cache)/kimi-rig(?:/|$)|/var/lib/kimi-rig/serving|^(?:RUNTIME|LOGS|CACHE)_DIRECTORY$"
+)
+PLACES = {"runtime", "state", "logs", "cache"}
+BEARERS = re.compile(r"(?:^|_)(?:specification|spec|failed|other)$")
+"""Names of variables with a specification: other classes have a `state` too."""
+
+RIGCTL = "files/hostkit/rigctl"
+EXEMPT = {
+    (f"{RIGCTL}/contract/layout.py", "<module>"): "defines the names",
+    (f"{RIGCTL}/supervisor/specification.py", "runtime_of"): "makes the Place",
+    (f"{RIGCTL}/supervisor/specification.py", "Specification.state"): "makes the Place",
+    (f"{RIGCTL}/supervisor/specification.py", "Specification.logs"): "makes the Place",
+    (f"{RIGCTL}/supervisor/specification.py", "Specification.cache"): "makes the Place",
+    (f"{RIGCTL}/services/status.py", "serving"): "makes the Place",
+    (f"{RIGCTL}/supervisor/metrics_file.py", "publish"): "makes the Place, within the unit",
+    (
+        f"{RIGCTL}/supervisor/serve.py",
+        "Supervisor._key_options",
+    ): "a word of the engine's command line",
+    (f"{RIGCTL}/supervisor/prechecks.py", "disk"): "runs within the unit, as its user; asks for free space alone",
+    ("rig/facts/remote_script.py", "<module>"): "lists names only; each is opened as a Place",
+    ("rig/artifacts/units.py", "unit_file"): "words of a unit file: systemd makes the directory, the engine uses it",
+    ("rig/bench/variants.py", "profiler"): "a word of the engine's command line",
+    ("rig/operations/base_paths.py", "base_paths"): "the directories that hold those of the units are root's",
+    ("rig/operations/locks.py", "place_made"): "the directory itself is root's",
+    ("rig/operations/removal.py", "state_removed"): "rm -rf enters no link (coreutils removes by descriptor)",
+    ("rig/plan/removal.py", "<module>"): "rm -rf enters no link (coreutils removes by descriptor)",
+    ("rig/plan/host_plan.py", "_refuse_own_places"): "compares names, opens nothing",
+}
+"""(file, function): why it may name such a directory."""
+
+
+def violations(source: str, file: str) -> Iterator[str]:
+    """`file:line in function: what` for every access that bypasses rigctl/guarded.py."""
+    for line, function, what in faults(source):
+        if (file, function) not in EXEMPT:
+            yield f"{file}:{line} in {function}: {what}"
+
+
+def faults(source: str) -> Iterator[tuple[int, str, str]]:
+    """(line, function, what) of every place where a unit's directory is named or made a path."""
+    tree = ast.parse(source)
+    bodies = (getattr(node, "body", None) for node in ast.walk(tree))
+    expressions = (one for body in bodies if isinstance(body, list) for one in body if isinstance(one, ast.Expr))
+    documentation = {id(one.value) for one in expressions}
+
+    def visit(node: ast.AST, function: str) -> Iterator[tuple[int, str, str]]:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            function = node.name if function == "<module>" else f"{function}.{node.name}"
+        if (what := _fault(node)) and id(node) not in documentation:
+            yield getattr(node, "lineno", 0), function, what
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, function)
+
+    yield from visit(tree, "<module>")
+
+
+def _fault(node: ast.AST) -> str | None:
+    path = "makes a path of a place"
+    found = None
+    match node:
+        case ast.Attribute(value=ast.Name(id="layout"), attr=name) if name in CONSTANTS:
+            found = f"names layout.{name}"
+        case ast.Constant(value=str(text)) if NAMED.search(text):
+            found = f"names {text!r}"
+        case (
+            ast.BinOp(op=ast.Div(), left=value) | ast.Call(func=ast.Name(id="Path" | "str" | "open"), args=[value, *_])
+        ):
+            found = path if _place(value) else None
+        case ast.JoinedStr(values=[ast.FormattedValue(value=value), ast.Constant(value=str(rest)), *_]):
+            found = path if _place(value) and rest.startswith("/") else None
+        case ast.Call(func=ast.Attribute(value=value, attr=method)) if _place(value) and not hasattr(Place, method):
+            found = f"calls {method} of a place"
+    return found
+
+
+def _place(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(value=ast.Name(id=bearer) | ast.Attribute(attr=bearer), attr=name) if name in PLACES:
+            return (name in ("runtime", "logs", "cache") and bearer != "order") or bool(BEARERS.search(bearer))
+        case _:
+            return False
+
+
+# As they stood, each with what it let a compromised engine do.
+FAULTS = {
+    "sweep: every JSON file below a link's target went": """
+CACHE = Path("/var/cache/kimi-rig")
+def _finished(name):
+    return [*(CACHE / name / "profile").rglob("*.json")]
+""",
+    "doctor: what a link names came into the archive": """
+for path in sorted(specification.logs.glob("*.log"))[-2:]:
+    with path.open("rb") as file:
+        yield file.read()
+""",
+    "logs --run: what a link names was printed": """
+runs = sorted(specification.logs.glob("*.log"), reverse=True)
+""",
+    "status: a pipe in its place hung it": """
+def started(specification):
+    return read_object(specification.runtime / "started.json")
+""",
+    "fallback: the same": """
+end = read_object(failed.state / "ended.json") or {}
+""",
+    "deploy: a pipe in its place hung it": r"""
+started = host.get_fact(Lines, script=f'for f in {layout.RUNTIME}/*/started.json; do tr "\\n" " " < $f; done')
+""",
+    "facts: the same": """
+for path in glob.glob("/run/kimi-rig/*/started.json") + glob.glob("/var/lib/kimi-rig/serving/*/ended.json"):
+    open(path)
+""",
+    "a benchmark's mark": """
+def mark(specification):
+    return specification.runtime / "measured"
+""",
+    "a path made of a place": "Path(str(specification.logs), name).unlink()",
+    "a path made of its words": 'os.unlink(f"{specification.cache}/x")',
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_old_faults_are_seen(fault: str) -> None:
+    assert [*violations(FAULTS[fault], "reverted.py")], fault
+
+
+def test_every_exemption_is_needed() -> None:
+    files = {file for file, _ in EXEMPT}
+    needed = {(file, function) for file in files for _, function, _ in faults((ROOT / file).read_text())}
+    assert not {*EXEMPT} - needed
+
+
+def sources() -> list[Path]:
+    return sorted(path for room in ("rig", "tasks", "files/hostkit/rigctl") for path in (ROOT / room).rglob("*.py"))
+
+
+def test_nothing_bypasses_the_guarded_access() -> None:
+    found = [one for path in sources() for one in violations(path.read_text(), path.relative_to(ROOT).as_posix())]
+    assert not found, "\n".join(found)
