@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ SCHEMA = 1
 NVIDIA = "0x10de"
 RECORDS = {"/run/kimi-rig": "started.json", "/var/lib/kimi-rig/serving": "ended.json"}
 """What units write down of their runs, in a directory of the service user's each."""
+LONGEST = 16 << 20  # letters of a file: a checkpoint's config.json, or a table of the kernel's
 SHM = "/dev/shm"  # noqa: S108
 GPU_QUERY = (
     "index,name,pci.bus_id,compute_cap,memory.total,"
@@ -125,8 +127,11 @@ unknown: dict[str, str] = {}
 def read(path: str, name: str | None = None) -> str | None:
     """Text of a file, or None with the reason noted under `name`."""
     try:
-        with open(path, errors="replace") as stream:
-            return stream.read().replace("\x00", "")
+        # Some lie in directories that others can write: a pipe there is not waited for, and a long file not read.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), errors="replace") as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise OSError(None, "it is no regular file")
+            return stream.read(LONGEST).replace("\x00", "")
     except OSError as error:
         unknown[name or path] = error.strerror or str(error)
         return None

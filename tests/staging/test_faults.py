@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from rigctl.checkpoints import staging
+from rigctl.checkpoints import staging, workplace
 from rigctl.checkpoints.http import SMALLEST_WINDOW, Adapter, HttpFetcher
 from rigctl.checkpoints.progress import Progress
 from rigctl.errors import RigctlError
@@ -433,11 +433,11 @@ def test_workplace_of_somebody_else_is_refused(bench: Bench, hub: Hub) -> None:
 def test_crash_between_the_rename_and_the_record_is_finished(
     bench: Bench, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def die(*_: object) -> None:
+    def die(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "close", die)
+        patch.setattr(workplace.Workplace, "close", die)
         with pytest.raises(KeyboardInterrupt):
             bench.stage(hub_source(hub.address))
     assert bench.destination.exists() and bench.state.load("tiny") is None

@@ -151,6 +151,94 @@ def test_every_exemption_is_needed() -> None:
     assert not {*EXEMPT} - needed
 
 
+# Checkpoints lie where the operator wants them, often where others can write. There only `Workplace` changes anything,
+# by descriptor, and files are read by rigctl/reached.py.
+METHODS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "chmod", "rename", "unlink"}
+METHODS |= {"rmdir", "mkdir", "symlink_to", "hardlink_to"}
+FUNCTIONS = {"open", "rmtree", "remove_tree", "move", "copy", "copytree"}
+HELD = "in the workplace, which is root's alone and held open"
+STATE = "in root's state directory"
+BY_PATH = {
+    ("commands.py", "_forget"): STATE,
+    ("commands.py", "_print"): "/dev/null",
+    ("http.py", "HttpFetcher._stream"): "a request",
+    ("http.py", "HttpFetcher.probe"): "a request",
+    ("http.py", "secret_text"): "a credential of systemd's, or root's",
+    ("hub.py", "Hub._by_xet"): HELD,
+    ("overlay.py", "write"): STATE,
+    ("overlay.py", "is_current"): STATE,
+    ("host.py", "_hardware"): "the kernel's",
+    ("paths.py", "make_parents"): HELD,
+    ("paths.py", "remove_tree"): "its callers are in this list",
+    ("sink.py", "Sink.__enter__"): HELD,
+    ("sink.py", "Sink.restart"): HELD,
+    ("sink.py", "Sink.validator"): HELD,
+    ("sink.py", "Sink.remember"): HELD,
+    ("sink.py", "Sink.finish"): HELD,
+    ("sources.py", "Http.listing"): "a request",
+    ("staging.py", "Job._fetch_tree"): HELD,
+    ("staging.py", "Job._drop_too_long"): HELD,
+    ("staging.py", "Job._prove"): HELD,
+    ("staging.py", "Job._generate"): HELD,
+    ("workplace.py", "Workplace.begin"): HELD,
+    ("workplace.py", "Workplace._proved_before"): HELD,
+    ("workplace.py", "Workplace._prune"): HELD,
+    ("workplace.py", "Workplace.proved"): HELD,
+    ("workplace.py", "Workplace.accept"): HELD,
+    ("workplace.py", "Workplace._note"): HELD,
+    ("workplace.py", "remove_empty_directories"): HELD,
+}
+"""(file, function): why it may use a path."""
+
+
+def by_path(source: str) -> Iterator[tuple[int, str, str]]:
+    """(line, function, call) of every access by a path; a call that is given a directory's descriptor is none."""
+
+    def visit(node: ast.AST, function: str) -> Iterator[tuple[int, str, str]]:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            function = node.name if function == "<module>" else f"{function}.{node.name}"
+        if isinstance(node, ast.Call) and not any("dir_fd" in (one.arg or "") for one in node.keywords):
+            match node.func:
+                case ast.Attribute(attr=name) if name in METHODS or (name == "replace" and len(node.args) == 1):
+                    yield node.lineno, function, ast.unparse(node)
+                case ast.Name(id=name) | ast.Attribute(attr=name) if name in FUNCTIONS:
+                    yield node.lineno, function, ast.unparse(node)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, function)
+
+    yield from visit(ast.parse(source), "<module>")
+
+
+def test_checkpoints_are_changed_by_descriptor_and_read_as_foreign_files() -> None:
+    room = ROOT / RIGCTL / "checkpoints"
+    used, wrong = set(), []
+    for path in (*sorted(room.glob("*.py")), room.parent / "page_cache.py", room.parent / "bench" / "host.py"):
+        for line, function, call in by_path(path.read_text()):
+            used.add((path.name, function))
+            wrong += [] if (path.name, function) in BY_PATH else [f"{path.name}:{line} in {function}: {call}"]
+    assert not wrong, "\n".join(wrong)
+    assert not {*BY_PATH} - used, "not needed any more"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "self.destination.chmod(0o755)",
+        "self.destination.rename(self.old)",
+        "self.tree.rename(self.destination)",
+        "self.root.mkdir(mode=0o700, exist_ok=True)",
+        "directory.chmod(0o555 if read_only else 0o755)",
+        "(Path(place) / name).chmod(0o444)",
+        "remove_tree(self.root)",
+        "(self.workplace.tree / entry.path).replace(place)",
+        'path.open("rb", buffering=0)',
+        'place.read_text(encoding="utf-8")',
+    ],
+)
+def test_the_old_faults_of_staging_are_seen(fault: str) -> None:
+    assert [*by_path(fault)]
+
+
 def sources() -> list[Path]:
     return sorted(path for room in ("rig", "tasks", "files/hostkit/rigctl") for path in (ROOT / room).rglob("*.py"))
 

@@ -88,6 +88,16 @@ def _unfit(status: os.stat_result, owner: int) -> str | None:
     return None
 
 
+def remove(directory: int, *names: str) -> None:
+    """Remove files, and directories with all in them; what is not there is no fault. Raises OSError."""
+    for name in names:
+        with suppress(FileNotFoundError):
+            try:
+                os.unlink(name, dir_fd=directory)
+            except IsADirectoryError:
+                shutil.rmtree(name, dir_fd=directory)
+
+
 @dataclass(frozen=True)
 class Place:
     """A directory that may be another user's, in one that is ours or root's alone. No path on purpose: nothing opens it
@@ -160,14 +170,9 @@ class Place:
                 os.close(inner)
 
     def remove(self, *names: str) -> None:
-        """Remove files, and directories with all in them; what is not there is no fault."""
+        """`remove` in this directory, which need not be there itself."""
         with suppress(FileNotFoundError), self.opened() as directory:
-            for name in names:
-                with suppress(FileNotFoundError):
-                    try:
-                        os.unlink(name, dir_fd=directory)
-                    except IsADirectoryError:
-                        shutil.rmtree(name, dir_fd=directory)
+            remove(directory, *names)
 
     def names(self, end: str) -> list[str]:
         """Sorted names with this end, whatever they are; none where the place is missing."""

@@ -9,6 +9,10 @@ from typing import Any
 
 from rigctl.errors import RigctlError
 from rigctl.guarded import not_written
+from rigctl.reached import content
+
+JSON_BYTES = 256 << 20
+"""The largest that is read: a manifest, or the index of a checkpoint with a million tensors."""
 
 
 def sync_directory(path: Path) -> None:
@@ -56,7 +60,7 @@ def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
 def read_json(path: Path, what: str) -> Any:
     """Parse `path`; a missing or broken file is a RigctlError that names it."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(content(path, JSON_BYTES))
     except FileNotFoundError:
         raise RigctlError(f"{what} {path} does not exist") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -66,7 +70,7 @@ def read_json(path: Path, what: str) -> Any:
 def read_object(path: Path) -> dict[str, Any] | None:
     """A JSON object from a file; None when it is absent or unreadable."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(content(path, JSON_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

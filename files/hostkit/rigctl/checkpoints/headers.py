@@ -6,12 +6,14 @@ relative to the end of the header, then the data, which must end where the last 
 
 import json
 import math
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rigctl.errors import RigctlError
+from rigctl.reached import readable
 
 LONGEST = 100_000_000  # bytes of header that the library accepts
 BITS = {
@@ -40,8 +42,8 @@ class Tensor:
 
 def read(path: Path) -> dict[str, Tensor]:
     """Tensors of one file by name; raises BadFile if it is truncated, too long or inconsistent."""
-    size = path.stat().st_size
-    with path.open("rb") as handle:
+    with readable(path) as handle:
+        size = os.fstat(handle.fileno()).st_size
         prefix = handle.read(8)
         if len(prefix) < 8:
             raise BadFile(f"{path.name}: {size} bytes, too short for a safetensors header")
@@ -93,7 +95,7 @@ def read_table(tensor: Tensor, dtype: str) -> list[int]:
     """The values of a small table of int64 (I64) or boolean (BOOL) numbers."""
     if tensor.dtype != dtype:
         raise BadFile(f"{tensor.file.name}: {tensor.name} is {tensor.dtype}, must be {dtype}")
-    with tensor.file.open("rb") as handle:
+    with readable(tensor.file) as handle:
         handle.seek(tensor.start)
         data = handle.read(tensor.end - tensor.start)
     return list(struct.unpack(f"<{len(data) // 8}q", data)) if dtype == "I64" else [int(byte != 0) for byte in data]

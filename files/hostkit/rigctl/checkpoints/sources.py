@@ -34,6 +34,7 @@ from rigctl.contract.manifest import File, Manifest
 from rigctl.contract.sources import GeneratorSource, HttpSource, HubSource, LocalSource, RsyncSource
 from rigctl.errors import RigctlError
 from rigctl.own_process import own_process
+from rigctl.reached import readable
 
 # rsync's exit codes that a better line cures: protocol stream, I/O on the socket, timeouts, ssh's own 255
 RSYNC_TRANSIENT = (10, 12, 30, 35, 255)
@@ -81,7 +82,7 @@ class Local(Origin):
             size = place.stat().st_size
             if size != entry.size:
                 raise SourceWrong(f"{place}: {size} bytes, {entry.size} in the manifest")
-            with place.open("rb") as handle:
+            with readable(place) as handle:
                 handle.seek(sink.offset)
                 while block := handle.read(sink.limiter.block()):
                     sink.write(block)

@@ -1,10 +1,9 @@
 """Bring a checkpoint to its destination: complete and proved, or not there under its final name."""
 
-import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,11 +17,12 @@ from rigctl.checkpoints.record import Record, State, extra_beside, fault, quick_
 from rigctl.checkpoints.sink import DiskFull, Limiter, Sink, SourceWrong, disk_error
 from rigctl.checkpoints.sources import FileSource, TreeSource, open_source
 from rigctl.checkpoints.verify import Cancelled, FileHasher, Report, Seen
-from rigctl.checkpoints.workplace import Workplace, close, locked, settle
+from rigctl.checkpoints.workplace import Workplace, locked, settle
 from rigctl.contract.checkpoint_job import CheckpointJob
 from rigctl.contract.manifest import File, Manifest
 from rigctl.contract.sources import DirectorySource, LocalSource
 from rigctl.errors import RigctlError
+from rigctl.reached import reached
 
 PROBE_FROM = 16 << 30  # bytes; less is there soon, and what the probe fetches must not count
 
@@ -97,7 +97,7 @@ class Job:
 
     def stage(self) -> Outcome:
         """Stage, adopt or confirm; see docs/reference/checkpoints.md for what happens to a directory that is there."""
-        with locked(self.state, self.order.name, self.destination):
+        with locked(self.state, self.order.name, self.destination), self.workplace:
             self._finish_publication()
             known = self._known()
             if known is not None:
@@ -112,7 +112,7 @@ class Job:
             return
         report = verify.quick(self.destination, record.manifest, record.seen)
         if not (report.damaged or report.missing):
-            close(self.destination, record.read_only)
+            self.workplace.close(read_only=record.read_only)
             self.state.save(record)
             self.workplace.remove()
             self.progress.event("the publication of an earlier run was finished")
@@ -337,16 +337,27 @@ class Job:
         self._check_structure()
         record = self._record("staged", manifest, Report(seen=seen, seconds=time.monotonic() - started))
         self.workplace.publish(record, replace=self._replaces)
-        close(self.destination, record.read_only)
+        self.workplace.close(read_only=record.read_only)
         self.state.save(record)
         self.workplace.remove()
         return Outcome("staged", True, record)
 
     def _begin(self, manifest: Manifest | None) -> None:
         try:
+            with reached(self.order.destination) as way:
+                if way.links and os.fstat(way.directory).st_uid not in way.owners:
+                    raise RigctlError(
+                        f"{way.links[0]} is a link that another user made, and leads where that user cannot write. If "
+                        f"{way.path} is the right place: `chown -h root {way.links[0]}`, and deploy again"
+                    )
             self.workplace.begin(manifest)
         except OSError as error:
             raise disk_error(error, str(self.workplace.root)) from error
+        if self.workplace.led:
+            self.progress.event(
+                f"{self.workplace.led}: whoever can write there can exchange the checkpoint under the engine. Only the "
+                "names in root's own directory are safe; `chown root` and `chmod go-w` close it"
+            )
 
     def _fetch(self, manifest: Manifest | None) -> tuple[Manifest, dict[str, Seen]]:
         """Fill the workplace's tree; (what it is, what stat said of each file)."""
@@ -500,7 +511,7 @@ class Job:
 
     def repair(self, *, in_place: bool) -> Outcome:
         """Fetch what is wrong or missing in the destination, nothing else; each file is replaced whole."""
-        with locked(self.state, self.order.name, self.destination):
+        with locked(self.state, self.order.name, self.destination), self.workplace:
             record = self.state.load(self.order.name)
             origin = record.origin if record is not None else "adopted"
             if origin == "adopted" and not in_place:
@@ -533,31 +544,10 @@ class Job:
         self.refuse_without_space(self.plan(part, probe=False))
         self._begin(part)
         self._fetch(part)
-        seen = {}
         settle(self.workplace.tree, read_only)
-        for entry in wrong:
-            place = self.destination / entry.path
-            with writable(place.parent, self.destination):
-                make_parents(self.destination, entry.path)
-                (self.workplace.tree / entry.path).replace(place)
-            seen[entry.path] = Seen.of(place.stat())
+        seen = {entry.path: self.workplace.put(entry.path) for entry in wrong}
         self.workplace.remove()
         return seen
-
-
-@contextlib.contextmanager
-def writable(place: Path, top: Path) -> Iterator[None]:
-    """The directories from `top` down to `place` have their write bit within, and their own mode afterwards."""
-    inner = [item for item in (place, *place.parents) if item.is_dir() and (item == top or top in item.parents)]
-    modes = {item: item.stat().st_mode & 0o7777 for item in reversed(inner)}
-    closed = {item: mode for item, mode in modes.items() if not mode & 0o200}
-    try:
-        for item, mode in closed.items():
-            item.chmod(mode | 0o200)
-        yield
-    finally:
-        for item, mode in closed.items():
-            item.chmod(mode)
 
 
 def selection(entries: Sequence[File]) -> Manifest:

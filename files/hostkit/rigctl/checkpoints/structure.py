@@ -9,9 +9,12 @@ from typing import Any
 from rigctl.checkpoints import headers
 from rigctl.checkpoints.headers import BadFile
 from rigctl.errors import RigctlError
+from rigctl.reached import content
 from rigctl.whole_files import read_json
 
 INDEX = "model.safetensors.index.json"
+CODE_BYTES = 4 << 20
+"""More than any Python file of a checkpoint has."""
 TOKENIZERS = ("tokenizer.json", "tiktoken.model", "tokenizer.model", "vocab.json", "spiece.model")
 
 
@@ -145,8 +148,8 @@ def _auto_map(content: Any) -> Iterator[str]:
 def _local_imports(place: Path, result: Structure) -> Iterator[str]:
     """`from .x import y` and `from . import x` of a source file."""
     try:
-        tree = ast.parse(place.read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError, OSError) as error:
+        tree = ast.parse(content(place, CODE_BYTES))
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError) as error:  # the last two: nested too deep
         result.errors.append(f"{place.name} is not Python: {error}")
         return
     for node in ast.walk(tree):

@@ -16,6 +16,7 @@ from typing import Any
 from rigctl.checkpoints.paths import walk
 from rigctl.contract.manifest import File, Manifest
 from rigctl.errors import RigctlError
+from rigctl.reached import readable
 
 BLOCK = 1 << 20  # bytes a thread reads at a time: memory is threads x BLOCK
 
@@ -122,7 +123,7 @@ def hash_file(
     """Digest of `path` (its first `upto` bytes) and its stat before; raises if it changes meanwhile."""
     buffer = bytearray(BLOCK)
     view = memoryview(buffer)
-    with path.open("rb", buffering=0) as handle:
+    with readable(path) as handle:
         before = os.fstat(handle.fileno())
         os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         left = before.st_size if upto is None else upto

@@ -12,17 +12,22 @@ import errno
 import hashlib
 import json
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from rigctl import lock_files
-from rigctl.checkpoints.paths import allocated, inside, make_parents, remove_tree, walk
+from rigctl.checkpoints.paths import allocated, inside, make_parents, walk
 from rigctl.checkpoints.record import Record, State, parse
 from rigctl.checkpoints.verify import Seen, check_file
-from rigctl.contract.manifest import File, Manifest
+from rigctl.contract.manifest import File, Manifest, safe_relative
 from rigctl.errors import RigctlError
+from rigctl.guarded import DIRECTORY, Unsafe, opened, regular, remove
+from rigctl.reached import reached
 from rigctl.whole_files import read_json, sync_directory, write_json
 
 
@@ -43,24 +48,86 @@ def is_locked(state: State, name: str) -> bool:
 
 
 class Workplace:
+    """The place beside a destination. As a context manager it holds its directory, and that of the destination, open:
+    what others can exchange on the way there changes nothing then, and publication goes where was looked.
+    """
+
     def __init__(self, destination: Path) -> None:
         self.destination = destination
-        self.root = destination.parent / f".{destination.name}.partial"
-        self.tree = self.root / "tree"
-        self.parts = self.root / "parts"
-        self.old = self.root / "old"
-        self._owner = self.root / "owner.json"
-        self._journal = self.root / "verified.jsonl"
-        self._record = self.root / "record.json"
+        self.shown = self.root = destination.parent / f".{destination.name}.partial"
+        self.led: str | None = None
+        """What lets others exchange the checkpoint, in words."""
+        self._held = contextlib.ExitStack()
+        self._beside = self._inside = -1  # descriptors
         self._lock = threading.Lock()
         self._known: dict[str, tuple[str, Seen]] = {}
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        held, self.root = str(self.root), self.shown
+        self._beside = self._inside = -1
+        self._held.close()
+        if isinstance(error, RigctlError):
+            error.args = tuple(str(text).replace(held, str(self.shown)) for text in error.args)
+        elif isinstance(error, OSError) and error.filename:
+            error.filename = str(error.filename).replace(held, str(self.shown))
+
+    @property
+    def tree(self) -> Path:
+        return self.root / "tree"
+
+    @property
+    def parts(self) -> Path:
+        return self.root / "parts"
+
+    @property
+    def _owner(self) -> Path:
+        return self.root / "owner.json"
+
+    @property
+    def _journal(self) -> Path:
+        return self.root / "verified.jsonl"
+
+    @property
+    def _record(self) -> Path:
+        return self.root / "record.json"
+
+    def _hold(self, *, make: bool = False) -> bool:
+        """Open it; whether it is there and ours. Raises RigctlError where a link of another user's leads there."""
+        if self._inside >= 0:
+            return True
+        try:
+            way = self._held.enter_context(reached(self.shown))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        if way.links or way.path != str(self.shown):
+            raise RigctlError(f"{self.shown} is led elsewhere by a link: {', '.join(way.links) or way.path}")
+        if make:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(way.name, 0o700, dir_fd=way.directory)
+        try:
+            inside = opened(way.directory, way.name, str(self.shown), DIRECTORY)
+        except (FileNotFoundError, Unsafe):
+            return False
+        self._held.callback(os.close, inside)
+        status = os.fstat(inside)
+        # Made with 0700 by every version: whoever else could write in it chooses what we delete and publish.
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            return False
+        if way.shared:
+            self.led = ", ".join(f"{path} {why}" for path, why in way.shared.items())
+            self.root = Path(f"/proc/{os.getpid()}/fd/{inside}")
+        self._beside, self._inside = way.directory, inside
+        return True
+
     def begin(self, manifest: Manifest | None) -> None:
         """Make it, or take it over; files not in `manifest` are dropped. Refuses what is not ours."""
-        ours = self.root.is_dir() and (self._owner.is_file() or not any(self.root.iterdir()))
-        if self.root.is_symlink() or (self.root.exists() and not ours):
-            raise RigctlError(f"{self.root} exists and is not this program's: move it away, nothing was touched")
-        self.root.mkdir(mode=0o700, exist_ok=True)
+        if not self._hold(make=True) or not (self._owner.is_file() or not os.listdir(self._inside)):  # noqa: PTH208  # of a descriptor
+            raise RigctlError(f"{self.shown} exists and is not this program's: move it away, nothing was touched")
         write_json(self._owner, {"owner": "rigctl checkpoints", "identity": manifest and manifest.identity()})
         self.tree.mkdir(exist_ok=True)
         self.parts.mkdir(exist_ok=True)
@@ -92,6 +159,8 @@ class Workplace:
 
     def allocated(self, manifest: Manifest) -> int:
         """Bytes of the manifest's files that are on disk already, begun or proved."""
+        if not self._hold():
+            return 0
         incoming = self.root / "incoming"
         return allocated(
             place
@@ -137,12 +206,14 @@ class Workplace:
         for directory, _, _ in os.walk(self.tree):
             sync_directory(Path(directory))
         write_json(self._record, record.to_json())
+        name = self.destination.name
         try:
             if replace:
-                self.destination.chmod(0o755)
-                self.destination.rename(self.old)
+                with self.published() as old:
+                    os.fchmod(old, 0o755)
+                os.rename(name, "old", src_dir_fd=self._beside, dst_dir_fd=self._inside)
             # an empty directory at the destination is taken over, a full one is an error of rename(2)
-            self.tree.rename(self.destination)
+            os.rename("tree", name, src_dir_fd=self._inside, dst_dir_fd=self._beside)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise RigctlError(
@@ -150,21 +221,57 @@ class Workplace:
                     f"the complete checkpoint is in {self.tree}"
                 ) from error
             raise RigctlError(f"{self.tree} cannot become {self.destination}: {error.strerror}") from error
-        sync_directory(self.destination.parent)
+        sync_directory(Path(f"/proc/self/fd/{self._beside}"))
+
+    @contextlib.contextmanager
+    def published(self) -> Iterator[int]:
+        """Descriptor of the directory at the destination. Raises OSError, Unsafe."""
+        descriptor = opened(self._beside, self.destination.name, str(self.destination), DIRECTORY)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def close(self, *, read_only: bool) -> None:
+        """Take the write bit off the published directory."""
+        with self.published() as directory:
+            os.fchmod(directory, 0o555 if read_only else 0o755)
+
+    def put(self, path: str) -> Seen:
+        """Move a file of the tree to its place in the published directory, whose closed directories stay closed."""
+        *parents, name = safe_relative(path).split("/")
+        with contextlib.ExitStack() as held:
+            directory = held.enter_context(self.published())
+            for part in [*parents, ""]:
+                mode = stat.S_IMODE(os.fstat(directory).st_mode)
+                if not mode & 0o200:
+                    os.fchmod(directory, mode | 0o200)
+                    held.callback(os.fchmod, directory, mode)
+                if part:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=directory)
+                    directory = opened(directory, part, f"{self.destination}/{path}", DIRECTORY)
+                    held.callback(os.close, directory)
+            os.rename(self.tree / path, name, dst_dir_fd=directory)
+            return Seen.of(os.stat(name, dir_fd=directory, follow_symlinks=False))
 
     def unfinished(self) -> Record | None:
         """The record of a publication that a crash cut between the rename and the record, if there is one."""
-        if not self._record.is_file() or self.tree.exists() or not self.destination.is_dir():
+        if not self._hold() or not self._record.is_file() or self.tree.exists() or not self.destination.is_dir():
             return None
         return parse(read_json(self._record, "record"), str(self._record))
 
     def remove(self) -> None:
         """Remove the workplace; only ours, only after publication."""
-        if not self._owner.is_file():
+        if not self._hold() or not self._owner.is_file():
             return
-        for place, _, _ in os.walk(self.root):
-            Path(place).chmod(0o700)
-        remove_tree(self.root)
+        for _, _, _, directory in os.fwalk(dir_fd=self._inside):
+            os.fchmod(directory, 0o700)
+        remove(self._inside, *os.listdir(self._inside))  # noqa: PTH208  # of a descriptor
+        # Somebody may have exchanged the name; what is there then is not ours.
+        there = os.stat(self.shown.name, dir_fd=self._beside, follow_symlinks=False)
+        if os.path.samestat(there, os.fstat(self._inside)):
+            os.rmdir(self.shown.name, dir_fd=self._beside)
 
 
 def part_name(entry: File) -> str:
@@ -181,14 +288,10 @@ def remove_empty_directories(root: Path) -> None:
 def settle(root: Path, read_only: bool) -> None:
     """Mode of what we staged: files 0444 or 0644, directories 0555 or 0755.
 
-    The top directory keeps its write bit until it has its name (moving a directory needs it): see `close`.
+    The top directory keeps its write bit until it has its name (moving a directory needs it): see `Workplace.close`.
     """
-    for place, _, files in os.walk(root):
+    for place, _, files, directory in os.fwalk(root):
         for name in files:
-            (Path(place) / name).chmod(0o444 if read_only else 0o644)
-        Path(place).chmod(0o755 if Path(place) == root or not read_only else 0o555)
-
-
-def close(directory: Path, read_only: bool) -> None:
-    """Take the write bit off a published directory."""
-    directory.chmod(0o555 if read_only else 0o755)
+            with regular(directory, name, f"{place}/{name}") as file:
+                os.fchmod(file.fileno(), 0o444 if read_only else 0o644)
+        os.fchmod(directory, 0o755 if Path(place) == root or not read_only else 0o555)
