@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -175,9 +176,10 @@ class Place:
             remove(directory, *names)
 
     def names(self, end: str) -> list[str]:
-        """Sorted names with this end, whatever they are; none where the place is missing."""
+        """Sorted names of plain letters with this end, whatever they are of; none where the place is missing."""
         with suppress(FileNotFoundError), self.opened() as directory:
-            return sorted(name for name in os.listdir(directory) if name.endswith(end))  # noqa: PTH208  # of a descriptor
+            names = os.listdir(directory)  # noqa: PTH208  # of a descriptor
+            return sorted(name for name in names if name.endswith(end) and re.fullmatch(r"[\w.:+-]+", name, re.ASCII))
         return []
 
     def walk(self, below: str) -> Iterator[tuple[int, str]]:

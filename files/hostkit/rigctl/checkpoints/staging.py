@@ -78,10 +78,16 @@ class Job:
         self.state = state
         self.progress = progress
         self.stop = stop
+        # A link stays a link, the directory it leads to is filled; not one that leads where its maker cannot write.
+        self._misled: str | None = None
         try:
-            # A link stays a link, the directory it leads to is filled.
-            self.destination = Path(order.destination).resolve()
-        except (RuntimeError, OSError) as error:
+            with reached(order.destination) as way:
+                self.destination = Path(way.path)
+                if way.links and os.fstat(way.directory).st_uid not in way.owners:
+                    self._misled = way.links[0]
+        except FileNotFoundError:
+            self.destination = Path(order.destination)
+        except OSError as error:
             raise RigctlError(f"{order.destination} cannot be resolved: {error}") from error
         self.workplace = Workplace(self.destination)
         self._limiter = Limiter(order.bandwidth_limit)
@@ -343,13 +349,12 @@ class Job:
         return Outcome("staged", True, record)
 
     def _begin(self, manifest: Manifest | None) -> None:
+        if self._misled:
+            raise RigctlError(
+                f"{self._misled} is a link that another user made, and leads where that user cannot write. If "
+                f"{self.destination} is the right place: `chown -h root {self._misled}`, and deploy again"
+            )
         try:
-            with reached(self.order.destination) as way:
-                if way.links and os.fstat(way.directory).st_uid not in way.owners:
-                    raise RigctlError(
-                        f"{way.links[0]} is a link that another user made, and leads where that user cannot write. If "
-                        f"{way.path} is the right place: `chown -h root {way.links[0]}`, and deploy again"
-                    )
             self.workplace.begin(manifest)
         except OSError as error:
             raise disk_error(error, str(self.workplace.root)) from error

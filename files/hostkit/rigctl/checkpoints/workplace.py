@@ -58,7 +58,7 @@ class Workplace:
         self.led: str | None = None
         """What lets others exchange the checkpoint, in words."""
         self._held = contextlib.ExitStack()
-        self._beside = self._inside = -1  # descriptors
+        self._beside = self._inside = self._published = -1  # descriptors
         self._lock = threading.Lock()
         self._known: dict[str, tuple[str, Seen]] = {}
 
@@ -69,7 +69,7 @@ class Workplace:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         held, self.root = str(self.root), self.shown
-        self._beside = self._inside = -1
+        self._beside = self._inside = self._published = -1
         self._held.close()
         if isinstance(error, RigctlError):
             error.args = tuple(str(text).replace(held, str(self.shown)) for text in error.args)
@@ -207,6 +207,8 @@ class Workplace:
             sync_directory(Path(directory))
         write_json(self._record, record.to_json())
         name = self.destination.name
+        self._published = opened(self._inside, "tree", str(self.tree), DIRECTORY)
+        self._held.callback(os.close, self._published)
         try:
             if replace:
                 with self.published() as old:
@@ -233,9 +235,10 @@ class Workplace:
             os.close(descriptor)
 
     def close(self, *, read_only: bool) -> None:
-        """Take the write bit off the published directory."""
-        with self.published() as directory:
-            os.fchmod(directory, 0o555 if read_only else 0o755)
+        """Take the write bit off the published directory: this run's, or the one that an earlier run published."""
+        with self.published() if self._published < 0 else contextlib.nullcontext(self._published) as directory:
+            if os.fstat(directory).st_uid == os.geteuid():
+                os.fchmod(directory, 0o555 if read_only else 0o755)
 
     def put(self, path: str) -> Seen:
         """Move a file of the tree to its place in the published directory, whose closed directories stay closed."""
