@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pyinfra.api.facts import FactBase
@@ -15,11 +16,15 @@ SCRIPT = Path(__file__).with_name("remote_script.py")
 NO_PYTHON = "python3 is missing"
 
 
-def whole_script() -> str:
-    """remote_script.py and what it imports of ours, as one program."""
-    import_line = "from rigctl.guarded import Place\n"
-    future, module = "from __future__ import annotations\n", Path(guarded.__file__).read_text()
-    return module + SCRIPT.read_text().replace(import_line, "").replace(future, "")
+def carried(script: Path, *modules: ModuleType) -> str:
+    """A script as one program for a host that has nothing of ours: the modules that it imports of ours before it.
+
+    Each has its imports from rigctl on one line.
+    """
+    texts = [Path(str(module.__file__)).read_text() for module in modules] + [script.read_text()]
+    future = "from __future__ import annotations\n"
+    lines = (line for text in texts for line in text.splitlines(keepends=True))
+    return future + "".join(line for line in lines if line != future and not line.startswith("from rigctl."))
 
 
 class HostReport(FactBase[HostFacts]):
@@ -32,7 +37,7 @@ class HostReport(FactBase[HostFacts]):
         options = shlex.quote(json.dumps(dict(wanted or {}), sort_keys=True))
         return (
             f"if ! command -v python3 >/dev/null; then echo {shlex.quote(NO_PYTHON)}; exit 0; fi\n"
-            f"python3 - {options} <<'KIMI_RIG_FACTS'\n{whole_script()}\nKIMI_RIG_FACTS"
+            f"python3 - {options} <<'KIMI_RIG_FACTS'\n{carried(SCRIPT, guarded)}\nKIMI_RIG_FACTS"
         )
 
     def default(self) -> HostFacts:  # type: ignore[override]  # pyinfra types default() as returning the class

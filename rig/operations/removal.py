@@ -2,17 +2,23 @@
 
 import shlex
 from collections.abc import Iterable
+from pathlib import Path
 
 from pyinfra import host
 from pyinfra.api import operation
 
 from rig.facts.created import CreatedThings, PackagesRemovedWith
+from rig.facts.report import carried
 from rig.facts.state import Lines
 from rig.host.system_files import OUR_ARGUMENTS
 from rig.operations import apt
 from rig.operations.common import Commands, changes, notice, reached, refuse, script
 from rig.plan import removal
+from rigctl import guarded
+from rigctl import reached as paths
 from rigctl.contract import layout
+
+REMOVE_TREES = Path(__file__).with_name("remove_trees.py")
 
 TRANSIENT = "'kimi-job-*' 'kimi-restart-*'"
 """Units that deploys start and no file lists: long jobs, and restarts that wait for an idle engine."""
@@ -65,7 +71,10 @@ def paths_removed() -> Commands:
         notice("kernel arguments and module options of ours stay in force until the next boot")
     # First: it reads the list of our arguments, which is among the files.
     lines = removal.kernel_command_line() if arguments else []
-    lines += [f"rm -rf --one-file-system -- {shlex.quote(path)}" for path in trees]
+    if trees:
+        program = carried(REMOVE_TREES, guarded, paths).encode()
+        yield script(*lines, f"base64 -d | python3 - {_words(trees)}", content=program)
+        lines = []
     for path in files:
         lines.append(
             f"rm -f -- {shlex.quote(path)} {shlex.quote(f'{path}.kimi-rig')} {shlex.quote(removal.temporaries(path))}*"

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import stat
+import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,10 @@ from typing import Any
 
 import pytest
 
+from rig.facts.report import carried
+from rig.operations.removal import REMOVE_TREES
+from rigctl import guarded
+from rigctl import reached as reached_module
 from rigctl.checkpoints.progress import Progress
 from rigctl.checkpoints.record import Record, State
 from rigctl.checkpoints.sink import Sink
@@ -298,3 +303,29 @@ def test_a_long_file_is_not_read(tmp_path: Path) -> None:
     assert content(tmp_path / "x", 5) == b"12345"
     with pytest.raises(Unsafe, match="longer than 4"):
         content(tmp_path / "x", 4)
+
+
+def remove(*paths: Path) -> subprocess.CompletedProcess[str]:
+    """What an uninstall runs on the host for directories that are ours with all in them."""
+    program = carried(REMOVE_TREES, guarded, reached_module)
+    command = ["python3", "-", *map(str, paths)]
+    return subprocess.run(command, input=program, capture_output=True, text=True, check=False, cwd="/")
+
+
+def test_an_uninstall_removes_what_was_staged_and_follows_nobody(ground: Ground) -> None:
+    ground.give("below one of another user")
+    ground.job().stage()
+    ground.partial.mkdir()
+    (ground.destination / "away").symlink_to(ground.precious)
+    assert remove(ground.destination, ground.partial, ground.models / "gone", ground.root / "no" / "x").returncode == 0
+    assert [*ground.models.iterdir()] == []
+    # The directory above is another user's, who puts a link in the way: root's own would go.
+    ground.models.rmdir()
+    ground.models.symlink_to(ground.root)
+    os.chown(ground.models, ALICE, ALICE, follow_symlinks=False)
+    done = remove(ground.models / "precious")
+    assert done.returncode == 1 and f"chown -h root {ground.models}" in done.stderr
+    assert (ground.precious / "shadow").exists()
+    os.chown(ground.models, 0, 0, follow_symlinks=False)
+    (ground.root / "m").mkdir()
+    assert remove(ground.models / "m").returncode == 0 and not (ground.root / "m").exists()
