@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rig.catalog.entries import ROOT
 from rig.operations import deploy_lock
 from rig.operations.common import script
 from rigctl import lock_files
@@ -97,3 +99,23 @@ def test_a_staging_job_holds_two_locks_that_others_cannot(place: Path) -> None:
         with pytest.raises(lock_files.Busy, match=named), locked(state, "kimi", place / "elsewhere"):
             pass
     assert not is_locked(state, "kimi")
+
+
+LOCKS = {
+    "files/hostkit/rigctl/lock_files.py": "the one place",
+    "files/hostkit/rigctl/supervisor/measurement_pause.py": "between root and the service user, closed to others",
+    "files/hostkit/rigctl/kernel/compile_job.py": "between programs of the builder's, in a directory of one build's",
+    "rig/operations/common.py": "opened by rig/operations/locks.py",
+    "rig/operations/deploy_lock.py": "opened by rig/operations/locks.py",
+    "rig/sandbox/__main__.py": "on the machine of whoever tests",
+}
+
+
+def test_no_lock_is_taken_elsewhere() -> None:
+    rooms = (ROOT / room for room in ("rig", "tasks", "files/hostkit/rigctl"))
+    found = {path.relative_to(ROOT).as_posix() for room in rooms for path in room.rglob("*.py") if taken(path)}
+    assert found == {*LOCKS}
+
+
+def taken(path: Path) -> bool:
+    return bool(re.search(r"\bflock\s*[(-]", path.read_text()))

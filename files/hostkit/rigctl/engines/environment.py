@@ -8,7 +8,7 @@ made root's, patched and proved.
 from __future__ import annotations
 
 import argparse
-import fcntl
+import contextlib
 import os
 import re
 import shutil
@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from rigctl import builder, site_settings
+from rigctl import builder, lock_files, site_settings
 from rigctl.contract.environment_build import EnvironmentBuild
 from rigctl.engines import drift, patches
 from rigctl.engines.installed import site_packages
@@ -27,6 +27,8 @@ from rigctl.whole_files import write_json
 STAMP = "kimi-rig.json"
 BUILDERS_CACHE = "builder"
 """The builder's part of uv's cache: files that are root's by now are copied from it, others are linked."""
+WAIT_SECONDS = 3600
+"""For another build: the limit of its job (rig/operations/jobs.py)."""
 BUILD_LOCK = ".lock"
 """Beside the environments of a release."""
 
@@ -45,8 +47,9 @@ def build(order: EnvironmentBuild) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     cache = order.cache / BUILDERS_CACHE
     cache.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / BUILD_LOCK).open("w") as lock, (order.cache / BUILD_LOCK).open("w") as shared:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as held:
+        what = f"another build has kept {path} waiting for {WAIT_SECONDS} s"
+        held.enter_context(lock_files.locked(path.parent / BUILD_LOCK, what, WAIT_SECONDS))
         if (path / STAMP).exists():
             print(f"{path} is complete")
             return 0
@@ -55,7 +58,7 @@ def build(order: EnvironmentBuild) -> int:
             shutil.rmtree(path)
         started = time.time()
         # The files of an environment are those of the cache: while one is made root's, no other build writes them.
-        fcntl.flock(shared, fcntl.LOCK_EX)
+        held.enter_context(lock_files.locked(order.cache / BUILD_LOCK, what, WAIT_SECONDS))
         try:
             _install(order)
             _patch(order)

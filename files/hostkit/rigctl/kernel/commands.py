@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import socket
 import subprocess
@@ -15,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rigctl import builder
+from rigctl import builder, lock_files
 from rigctl.contract import layout
 from rigctl.contract.kernel_job import KernelJob
 from rigctl.engines.installed import distributions, normalised, site_packages
@@ -23,6 +22,9 @@ from rigctl.errors import RigctlError
 from rigctl.kernel import build, cubins, install, requirements, steps, store, toolchain
 from rigctl.kernel.children import end_with_us
 from rigctl.own_process import own_process
+
+WAIT_SECONDS = 12 * 3600
+"""For another build of the same kernel: the limit of its job (rig/operations/kernel_wheels.py)."""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -147,15 +149,10 @@ def plan(arguments: argparse.Namespace) -> int:
 @contextmanager
 def _alone(job: KernelJob, *, wait: bool = True) -> Iterator[None]:
     """One build of a kernel at a time on a host. Raises RigctlError where another is at work and we do not wait."""
-    job.root.mkdir(parents=True, exist_ok=True)
-    with (job.root / f".{job.package}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not wait:
-                raise RigctlError(f"another build of {job.package} is at work: `journalctl` has its progress") from None
-            print(f"another build of {job.package} is at work: waiting for it", flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    lock, what = job.root / f".{job.package}.lock", f"another build of {job.package} is at work"
+    if wait and lock_files.is_locked(lock):
+        print(f"{what}: waiting for it", flush=True)
+    with lock_files.locked(lock, f"{what}: `journalctl` has its progress", WAIT_SECONDS if wait else 0):
         yield
 
 
