@@ -31,7 +31,20 @@ from rigctl.kernel import install, steps
 from tests.unit.wheelhouse import install as place
 
 RIGCTL = ROOT / "files" / "hostkit" / "rigctl"
-SYSTEM = {"systemctl", "journalctl", "tail", "ldconfig", "nm", "gcc", "g++", "dpkg-query", "nvidia-smi", "rsync", "ssh"}
+SYSTEM = {
+    "systemctl",
+    "journalctl",
+    "openssl",
+    "tail",
+    "ldconfig",
+    "nm",
+    "gcc",
+    "g++",
+    "dpkg-query",
+    "nvidia-smi",
+    "rsync",
+    "ssh",
+}
 """Programs of the distribution, and of the driver's package, that root runs by name."""
 LAUNCHERS = {"run", "Popen", "call", "check_call", "check_output", "getoutput", "getstatusoutput"}
 OTHER_WAYS = {
@@ -194,6 +207,7 @@ def test_the_sandbox_is_that_of_a_serving_unit() -> None:
     other = {
         "ProtectHome=yes": "ProtectHome=tmpfs",
         "IPAddressDeny=any": "PrivateNetwork=yes",
+        "IPAddressAllow=localhost": "PrivateNetwork=yes",
         "WantedBy=multi-user.target": "KillMode=mixed",
     }
     there = {*builder.SANDBOX, *builder.NETWORKS["none"]}
