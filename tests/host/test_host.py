@@ -51,9 +51,11 @@ def test_packages(target: Target) -> None:
     assert not missing, f"packages are missing: {', '.join(missing)}"
 
 
-def test_service_user_cannot_log_in(target: Target) -> None:
-    user = target.host.user(target.plan.data.service_user)
-    assert user.exists, f"user {target.plan.data.service_user} is missing"
+@pytest.mark.parametrize("which", ["serves", "builds"])
+def test_users_cannot_log_in(target: Target, which: str) -> None:
+    name = target.plan.data.service_user if which == "serves" else layout.BUILDER
+    user = target.host.user(name)
+    assert user.exists, f"user {name} is missing"
     assert user.shell == "/usr/sbin/nologin"
     assert user.uid < 1000, "it is a login user, not a system user"
 
@@ -97,10 +99,12 @@ def test_environment_holds_what_its_lock_says(target: Target, environment: str) 
     path = target.state["environments"][environment]
     assert target.host.file(f"{path}/kimi-rig.json").exists, f"{path} is not complete"
     assert target.host.file(f"{PurePosixPath(path).parent}/current").linked_to == path, "`current` is another one"
-    listing = "import importlib.metadata as m; [print(d.name, d.version) for d in m.distributions()]"
-    installed = dict(
-        line.split() for line in run(target.host, "%s -I -c %s", f"{path}/bin/python", listing).splitlines()
-    )
+    # The system's Python reads the names; the environment's own would run what packages put into *.pth files, as root.
+    listing = "import glob, sys; from importlib.metadata import distributions as found; "
+    listing += "[print(each.name, each.version) for each in found(path=glob.glob(sys.argv[1]))]"
+    site = f"{path}/lib/python3.*/site-packages"
+    lines = run(target.host, "/usr/bin/python3 -I -S -c %s %s", listing, site).splitlines()
+    installed = dict(line.split() for line in lines)
     found = {normalised(name): version for name, version in installed.items()}
     locked = read_lock(run(target.host, "cat %s", f"{path}/{LOCK}"))
     if not rolled_back(target.present):
@@ -115,6 +119,14 @@ def test_environment_holds_what_its_lock_says(target: Target, environment: str) 
     ]
     assert not wrong, f"{path}: {'; '.join(wrong)}"
     assert not (extra := found.keys() - locked.keys()), f"{path} holds packages of no lock: {', '.join(sorted(extra))}"
+
+
+def test_nobody_but_root_can_write_an_environment(target: Target, environment: str) -> None:
+    path = target.state["environments"][environment]
+    theirs = run(target.host, r"find %s \( ! -user root -o ! -type l -perm /022 \) -print -quit", path)
+    assert not theirs, (
+        f"{theirs.strip()} can be written by others: remove {path} and deploy again, which builds it anew"
+    )
 
 
 def test_environment_has_not_drifted(target: Target, environment: str) -> None:

@@ -14,6 +14,7 @@ from rig.host.live_settings import Standing, reboot_recommended, standing
 from rig.host.preflight import Severity
 from rig.host.system_files import host_files
 from rig.operations.host_settings import entries
+from rigctl import builder
 from tests.host.conftest import Target
 from tests.host.test_host import differences
 
@@ -79,7 +80,10 @@ def test_an_all_reduce_ends(cards: Target) -> None:
         pytest.skip("no configuration with several GPUs")
     interpreter = plan.environments[configuration.release].interpreter
     variables = " ".join(shlex.quote(f"{k}={v}") for k, v in engine_environment(plan, configuration).items())
-    command = f"env {variables} timeout -k 5 {ALL_REDUCE_SECONDS} {interpreter} - {len(configuration.gpus)} nccl"
+    limits = ("LimitMEMLOCK=infinity", "LimitNOFILE=1048576")
+    sandbox = " ".join(shlex.quote(f"--property={one}") for one in (*builder.SANDBOX, *limits))
+    command = f"systemd-run --quiet --wait --pipe --collect {sandbox} -- "
+    command += f"env {variables} timeout -k 5 {ALL_REDUCE_SECONDS} {interpreter} - {len(configuration.gpus)} nccl"
     result = cards.host.run(f"{command} <<'ALL_REDUCE'\n{ALL_REDUCE.read_text()}\nALL_REDUCE")
     assert result.rc != 124, f"no end within {ALL_REDUCE_SECONDS} s: P2P dead-lock (IOMMU, ACS, HMM)"
     assert "sum ok" in result.stdout, result.stderr[-2000:]

@@ -149,10 +149,10 @@ def sandboxed(  # noqa: PLR0913  # what a command may do differs from one to the
 ) -> Iterator[list[str]]:
     """The command line that runs `argv` as the builder, for `subprocess`: with its streams and its exit code.
 
-    unit: last part of the unit's name: a second one of that name ends the first. writes: directories of the builder
-    (`handed_over`). reads: what it reads, where that may lie in a home. environment: all that it gets besides a path, a
-    language and a home. seconds: after these systemd ends it. Nothing of it runs any more when the block ends. Raises
-    RigctlError.
+    unit: last part of the unit's name; one of that name that still runs is ended first. writes: directories of the
+    builder (`handed_over`). reads: what it reads, where that may lie in a home. environment: all that it gets besides a
+    path, a language and a home. seconds: after these systemd ends it. Nothing of it runs any more when the block ends.
+    Raises RigctlError.
     """
     user()
     passed = {key: value for key, value in os.environ.items() if network == "any" and PASSED.match(key)}

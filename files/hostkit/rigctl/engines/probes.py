@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -61,7 +62,7 @@ def ask(
     request = {"engine": engine, "commands": commands, "options": options}
     with builder.sandboxed(
         [interpreter(env), "-I", "-B", SCRIPT],
-        unit=f"probe-{env.parent.name}-{env.name}",
+        unit=f"probe-{env.parent.name}-{env.name}-{os.getpid()}",
         reads=[env],
         environment=OFFLINE,
         seconds=TIMEOUT_S,

@@ -117,7 +117,7 @@ def _sweep_cache(cache: Path) -> None:
     sweep(cache)
     if (theirs := cache / BUILDERS_CACHE).is_dir():
         again = own_process("rigctl.engines.prune", str(theirs))
-        with builder.sandboxed(again, unit="prune", writes=[theirs]) as command:
+        with builder.sandboxed(again, unit=f"prune-{os.getpid()}", writes=[theirs]) as command:
             subprocess.run(command, check=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import subprocess
 import tempfile
@@ -292,7 +293,7 @@ def prove_path(arguments: argparse.Namespace) -> int:
     if builder.needed():
         only = [f"--only={each}" for each in arguments.only]
         again = own_process("rigctl", "kernel", "prove", str(path), f"--cuobjdump={arguments.cuobjdump}", *only)
-        with builder.sandboxed(again, unit="prove", reads=[path, arguments.cuobjdump.parent]) as command:
+        with builder.sandboxed(again, unit=f"prove-{os.getpid()}", reads=[path, arguments.cuobjdump.parent]) as command:
             return builder.relayed(command)
     if path.suffix == ".whl":
         held = cubins.of_wheel(path, arguments.cuobjdump)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -28,6 +29,8 @@ from rigctl.kernel.children import end_with_us
 from rigctl.own_process import own_process
 
 RESULT = "rigctl-result: "
+ALONE = ("take", "build", "forecast", "forget")
+"""Steps that work in the build's directory."""
 LONGEST = 1 << 20
 """Characters of a line: more than any answer has."""
 DISCONNECTED = "FETCHCONTENT_FULLY_DISCONNECTED"
@@ -91,7 +94,8 @@ def ask(job: KernelJob, step: str, given: Any = None, *, network: bool = False) 
     writes = directories(job) if job.root.exists() else []
     with builder.sandboxed(
         own_process("rigctl.kernel.steps", step),
-        unit=f"kernel-{job.package}",
+        # Only who has the library's lock may end a build that another process has left behind.
+        unit=f"kernel-{job.package}" + ("" if step in ALONE else f"-{os.getpid()}"),
         writes=writes,
         reads=reads,
         network="any" if network else "none",
