@@ -227,6 +227,7 @@ def test_variables_are_no_property_that_others_can_read(confined: Path, monkeypa
     with builder.sandboxed(["x"], unit="a", environment={}) as command:
         [file] = (confined / "run").glob(".kimi-rig-builder-*")
         assert "proxy" not in file.read_text(), "without a network there is nothing to go through"
+        assert ":/usr/sbin:" in file.read_text(), "what looks for the driver asks ldconfig"
 
 
 def test_a_job_that_ends_takes_its_builder_along(confined: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ RUN = Path("/run")
 """Root's alone, and gone with the boot."""
 FOREIGN_HOMES = ("/home/", "/root/", "/run/user/")
 ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",  # ldconfig is no program of /usr/bin
     "LANG": "C.UTF-8",
     "HOME": "/tmp",  # noqa: S108  # the unit's own
 }
