@@ -136,6 +136,13 @@ def test_built_patched_proved_and_again_no_change(host: Host) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in host.environment("old").rglob("*.py")}
 
 
+def test_a_login_with_a_narrow_umask_makes_what_others_can_use(host: Host) -> None:
+    built = run(["sh", "-c", 'umask 077; exec "$@"', "sh", *host.command("narrow")])
+    assert built.returncode == 0, built.stderr
+    for path in (host.environment("narrow"), *host.environment("narrow").rglob("*"), host.root / "cache"):
+        assert path.is_symlink() or path.stat().st_mode & 0o044 == 0o044, path
+
+
 def test_a_second_environment_shares_files_and_neither_it_nor_the_cache_is_patched(host: Host) -> None:
     """Patched files are new inodes; all others are one file in the cache and in both environments."""
     assert host.build("new").returncode == 0

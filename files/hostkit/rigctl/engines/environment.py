@@ -44,6 +44,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def build(order: EnvironmentBuild) -> int:
     """Build the environment. Raises RigctlError with the installer's own words when it cannot be built."""
     path = order.path
+    os.umask(0o022)  # what root makes here others use, whatever the login's is
     path.parent.mkdir(parents=True, exist_ok=True)
     cache = order.cache / BUILDERS_CACHE
     cache.parent.mkdir(parents=True, exist_ok=True)

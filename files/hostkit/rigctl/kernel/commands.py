@@ -56,6 +56,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def read_job(release: str) -> KernelJob:
     """The order for a release, by its name or by the path of its file. Raises RigctlError."""
+    os.umask(0o022)  # what root makes for it the builder reads, whatever the login's is
     folder = Path(layout.KERNELS)
     path = Path(release) if "/" in release else folder / f"{release}.json"
     if not path.exists():
