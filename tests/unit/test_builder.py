@@ -31,7 +31,7 @@ from rigctl.kernel import install, steps
 from tests.unit.wheelhouse import install as place
 
 RIGCTL = ROOT / "files" / "hostkit" / "rigctl"
-SYSTEM = {
+SYSTEM: set[str | None] = {
     "systemctl",
     "journalctl",
     "openssl",
@@ -89,10 +89,14 @@ def starts(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef | None, ast.Call]
     return below(tree, None)
 
 
-def program(call: ast.Call, function: ast.FunctionDef | None) -> str | None:
-    """The first word of a command that is written out, here or in the function."""
+def programs(tree: ast.Module, call: ast.Call, function: ast.FunctionDef | None) -> set[str | None]:
+    """First words of a command that is written out: here, in the function, or by each that calls the function."""
     argument = call.args[0] if call.args else None
     if isinstance(argument, ast.Name) and function is not None:
+        if argument.id in [each.arg for each in function.args.args[:1]]:
+            calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call)]
+            callers = [each for each in calls if ast.unparse(each.func) == function.name]
+            return {word for each in callers for word in programs(tree, each, None)} or {None}
         written = [
             node.value
             for node in ast.walk(function)
@@ -101,8 +105,8 @@ def program(call: ast.Call, function: ast.FunctionDef | None) -> str | None:
         ]
         argument = written[0] if len(written) == 1 else None
     if isinstance(argument, ast.List) and argument.elts and isinstance(argument.elts[0], ast.Constant):
-        return str(argument.elts[0].value)
-    return None
+        return {str(argument.elts[0].value)}
+    return {None}
 
 
 def is_sandboxed(call: ast.Call, function: ast.FunctionDef | None) -> bool:
@@ -122,10 +126,11 @@ def is_sandboxed(call: ast.Call, function: ast.FunctionDef | None) -> bool:
 
 
 def at_fault(path: Path, text: str) -> list[str]:
+    tree = ast.parse(text)
     return [
         f"{path.relative_to(RIGCTL)}:{call.lineno}: {ast.unparse(call)[:80]}"
-        for function, call in starts(ast.parse(text))
-        if not is_sandboxed(call, function) and program(call, function) not in SYSTEM
+        for function, call in starts(tree)
+        if not is_sandboxed(call, function) and not programs(tree, call, function) <= SYSTEM
     ]
 
 
@@ -147,6 +152,7 @@ def test_root_starts_nothing_but_programs_of_the_distribution() -> None:
         "import subprocess\ndef f(uv):\n    command = [uv, 'pip']\n    subprocess.Popen(command)\n",
         "import os\ndef f(path):\n    os.execv(path, [])\n",
         "import subprocess\nsubprocess.run(argv)\n",
+        "import subprocess\ndef f(argv):\n    subprocess.run(argv)\nf(['nm'])\nf([python])\n",
     ],
 )
 def test_the_lint_sees(text: str) -> None:
