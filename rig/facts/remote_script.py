@@ -27,9 +27,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from rigctl.guarded import Place
+from rigctl.reached import content
 
 SCHEMA = 1
 NVIDIA = "0x10de"
@@ -134,6 +136,17 @@ def read(path: str, name: str | None = None) -> str | None:
             return stream.read(LONGEST).replace("\x00", "")
     except OSError as error:
         unknown[name or path] = error.strerror or str(error)
+        return None
+
+
+def foreign(path: str) -> str | None:
+    """`read` for a file in a directory that others may write in; None, and no reason, where there is none."""
+    try:
+        return content(Path(path), LONGEST).decode(errors="replace").replace("\x00", "")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        unknown[path] = error.strerror or str(error)
         return None
 
 
@@ -433,7 +446,7 @@ def model(folder: str) -> dict[str, Any]:
     begun = os.path.join(os.path.dirname(folder), "." + os.path.basename(folder) + ".partial")
     return {
         "path": folder,
-        "config": read(config) if os.path.exists(config) else None,
+        "config": foreign(config),
         "bytes": sum(os.path.getsize(path) for path in weights) if weights else None,
         "partial": sum(allocated(os.path.join(at, name)) for at, _, names in os.walk(begun) for name in names),
     }

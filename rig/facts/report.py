@@ -10,7 +10,7 @@ from typing import Any
 from pyinfra.api.facts import FactBase
 
 from rig.facts.host import FactsError, HostFacts, parse_host
-from rigctl import guarded
+from rigctl import guarded, reached
 
 SCRIPT = Path(__file__).with_name("remote_script.py")
 NO_PYTHON = "python3 is missing"
@@ -37,7 +37,7 @@ class HostReport(FactBase[HostFacts]):
         options = shlex.quote(json.dumps(dict(wanted or {}), sort_keys=True))
         return (
             f"if ! command -v python3 >/dev/null; then echo {shlex.quote(NO_PYTHON)}; exit 0; fi\n"
-            f"python3 - {options} <<'KIMI_RIG_FACTS'\n{carried(SCRIPT, guarded)}\nKIMI_RIG_FACTS"
+            f"python3 - {options} <<'KIMI_RIG_FACTS'\n{carried(SCRIPT, guarded, reached)}\nKIMI_RIG_FACTS"
         )
 
     def default(self) -> HostFacts:  # type: ignore[override]  # pyinfra types default() as returning the class

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from rig.facts import remote_script
 from rig.facts.report import carried
 from rig.operations.removal import REMOVE_TREES
 from rigctl import guarded
@@ -329,3 +330,12 @@ def test_an_uninstall_removes_what_was_staged_and_follows_nobody(ground: Ground)
     os.chown(ground.models, 0, 0, follow_symlinks=False)
     (ground.root / "m").mkdir()
     assert remove(ground.models / "m").returncode == 0 and not (ground.root / "m").exists()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "endless"])
+def test_the_facts_of_a_host_hold_nothing_of_root(ground: Ground, kind: str) -> None:
+    ground.give("of another user")
+    lay(kind, ground.models / "config.json", ground.precious / "shadow")
+    with within(5):
+        assert remote_script.model(str(ground.models))["config"] is None
+    assert str(ground.models / "config.json") in remote_script.unknown

@@ -32,7 +32,7 @@ from rig.facts.host import (
 )
 from rig.facts.report import SCRIPT, carried
 from rig.host.topology import decide
-from rigctl import guarded
+from rigctl import guarded, reached
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "host"
 H200 = FIXTURES / "h200"
@@ -267,7 +267,7 @@ def test_the_script_runs_from_standard_input_and_outlives_a_hanging_tool(tmp_pat
     slow = tmp_path / "nvidia-smi"
     slow.write_text("#!/bin/sh\nsleep 60\n")
     slow.chmod(0o755)
-    script = carried(SCRIPT, guarded).encode()
+    script = carried(SCRIPT, guarded, reached).encode()
     begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-", json.dumps({"paths": [str(tmp_path / "not" / "there")], "timeout": 1})],
