@@ -276,15 +276,15 @@ def credential(plan: HostPlan, configuration: Configuration) -> str | None:
     return layout.API_KEY if plan.data.api_key_file else None
 
 
-def fallback_unit() -> str:
+def fallback_unit(user: str) -> str:
     """The text of the oneshot that goes back to what a failed configuration displaced."""
-    return JINJA.get_template("kimi-fallback.service.j2").render(mark=layout.UNIT_MARK, rigctl=layout.RIGCTL)
+    return JINJA.get_template("kimi-fallback.service.j2").render(mark=layout.UNIT_MARK, rigctl=layout.RIGCTL, user=user)
 
 
 @cache
 def unit_files(plan: HostPlan) -> Mapping[str, str]:
     """Absolute path -> text of every unit and run specification of a host."""
-    files: dict[str, str] = {f"{layout.UNITS}/{layout.FALLBACK_UNIT}": fallback_unit()}
+    files: dict[str, str] = {f"{layout.UNITS}/{layout.FALLBACK_UNIT}": fallback_unit(plan.data.service_user)}
     for name in plan.serving:
         files[f"{layout.UNITS}/{layout.unit_name(name)}"] = unit_file(plan, name)
         files[layout.specification_path(name)] = run_specification(plan, name).text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import os
@@ -19,12 +20,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rig.artifacts.units import fallback_unit
 from rigctl.bench import profile
 from rigctl.cli import main
 from rigctl.contract import happened, layout
 from rigctl.guarded import RECORD_BYTES, Place, Unsafe
 from rigctl.services import doctor, status
 from rigctl.supervisor import measurement_pause
+from rigctl.supervisor.ended import note
 from rigctl.supervisor.engine_client import Engine
 from rigctl.supervisor.specification import Specification, named
 from tests.unit.serving import fields
@@ -330,3 +333,30 @@ def test_a_long_record_is_not_read(unit: Unit) -> None:
     unit.specification.runtime.write("x", b"x" * (RECORD_BYTES + 1))
     with pytest.raises(Unsafe, match="longer"):
         unit.specification.runtime.read("x")
+
+
+@as_root
+def test_the_fallback_reads_what_a_run_leaves(unit: Unit) -> None:
+    """Its unit is root without a capability over other users' files (PrivateUsers=, CapabilityBoundingSet=)."""
+    note(unit.specification.state, happened.Ended.FILE, {"cause": "the engine ended"})
+    os.chown(Path(str(unit.specification.state), happened.Ended.FILE), KIMI, KIMI)
+    groups = [KIMI] if "\nSupplementaryGroups=" in fallback_unit("kimi") else []
+    (ready, say_ready), (mapped, say_mapped), (told, tell) = os.pipe(), os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setgroups(groups)
+        apart = ctypes.CDLL(None).unshare(0x10000000)  # CLONE_NEWUSER
+        os.write(say_ready, b"no" if apart else b"x")
+        os.read(mapped, 1)
+        found = happened.Ended.known(unit.specification.state)
+        os.write(tell, str(found and found.cause).encode())
+        os._exit(0)
+    possible = os.read(ready, 2) == b"x"
+    for table in ("uid_map", "gid_map") if possible else ():
+        Path(f"/proc/{child}/{table}").write_text("0 0 1\n")
+    os.write(say_mapped, b"x")
+    said = os.read(told, 100).decode()
+    os.waitpid(child, 0)
+    for descriptor in (ready, say_ready, mapped, say_mapped, told, tell):
+        os.close(descriptor)
+    assert not possible or said == "the engine ended"
