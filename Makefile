@@ -114,7 +114,7 @@ test-drill: supported .venv/ready ## faults of units, adoption and interrupted d
 test-upgrade: supported .venv/ready ## the previous version serves, this one deploys over it, a rollback starts (15 minutes)
 	@$(BIN)/python -m pytest -q -x tests/upgrade
 
-test-breaker: supported .venv/ready ## what a hostile package, engine or local user can do on a host (15 minutes)
+test-breaker: supported .venv/ready ## what a hostile package, engine, build script, mirror, host or local user can do (10 minutes, a box)
 	@$(BIN)/python -m pytest -q tests/breaker
 
 test-engines: .venv/ready ## the real CUDA wheels, patched and asked, without a GPU (25 GB, half an hour)

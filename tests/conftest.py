@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 import pytest
+from hypothesis import settings
 
 from tests.support.leftovers import Watcher, marked
+
+# A busy machine is no fault of what is tested.
+settings.register_profile("kimi-rig", deadline=None)
+settings.load_profile("kimi-rig")
 
 WATCHER = pytest.StashKey[Watcher]()
 _numbers = itertools.count()

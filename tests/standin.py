@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -254,12 +255,14 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--model", "--model-path", default="stand-in")
+    parser.add_argument("--served-model-name")
     parser.add_argument("--config", type=Path)
     parser.add_argument("--faults", type=Path)
     parser.add_argument("--plan", type=json.loads, default={})
     parser.add_argument("--shutdown-timeout", type=float, default=0)
     arguments, _ = parser.parse_known_args()
     arguments.sglang = "--model-path" in sys.argv
+    arguments.model = arguments.served_model_name or arguments.model
     print("ARGV " + json.dumps(sys.argv), flush=True)
     print("KIMI " + json.dumps({k: v for k, v in os.environ.items() if k.startswith("DRILL_")}), flush=True)
     key = api_key(arguments)
@@ -277,6 +280,7 @@ def main() -> None:
     load(arguments.plan.get("load", []))
     Handler.state = state
     ThreadingHTTPServer.allow_reuse_port = True  # as engines do
+    ThreadingHTTPServer.address_family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
     server = ThreadingHTTPServer((arguments.host, arguments.port), Handler)
     server.daemon_threads = True
 

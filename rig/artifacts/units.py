@@ -230,8 +230,14 @@ def unit_file(plan: HostPlan, name: str) -> str:
         argv=command_line(configuration, release, plan.locations(configuration), limits.drain_seconds),
         environment=[systemd_assignment(key, value) for key, value in sorted(environment.items())],
         cache_name=f"{layout.CACHE.removeprefix('/var/cache/')}/{name}",
-        api_key=credential(plan, configuration),
         edge=layout.EDGE_UNIT if plan.behind_edge(configuration) else None,
+        credentials={
+            **({"api-key": file} if (file := credential(plan, configuration)) else {}),
+            **{
+                f"{layout.VARIABLE_CREDENTIAL}{key}": layout.secret_path(name, key)
+                for key in sorted(configuration.secrets)
+            },
+        },
         device_allow=plan.settings.device_allow,
         fallback=layout.FALLBACK_UNIT.replace("@", f"@{name}"),
         stop_seconds=limits.drain_seconds + limits.stop_seconds + 30,

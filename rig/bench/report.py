@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from html import escape
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment as Jinja
 from jinja2 import FileSystemLoader, StrictUndefined
@@ -13,6 +15,7 @@ from rig.bench.analysis import RULE, Scene, Study, newest, recommend
 from rig.bench.ledger import LedgerError, Reference, Result, references, results
 from rig.bench.views import Cell, Number
 from rig.catalog.entries import ROOT
+from rigctl.contract.foreign import printable
 from rigctl.whole_files import write_whole
 
 
@@ -24,9 +27,20 @@ def _jinja(*, html: bool) -> Jinja:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=html,  # noqa: S701  # off for Markdown only
+        finalize=shown if html else shown_as_text,
     )
     jinja.filters["cell"] = html_cell if html else text_cell
     return jinja
+
+
+def shown(value: Any) -> Any:
+    """Words in a page of HTML, which escapes them too: hosts and engines have said some of them."""
+    return value if isinstance(value, Markup) or not isinstance(value, str) else printable(value, keep="\n")
+
+
+def shown_as_text(value: Any) -> Any:
+    """Words in Markdown, where HTML would be taken as such."""
+    return escape(printable(value, keep="\n"), quote=False) if isinstance(value, str) else value
 
 
 def html_cell(cell: Cell) -> Markup:
@@ -37,7 +51,7 @@ def html_cell(cell: Cell) -> Markup:
         return Markup('<data value="{}" data-entry="{}" data-key="{}">{}</data>').format(
             repr(cell.value), cell.entry, cell.path, str(cell)
         )
-    return Markup("{}").format(cell or "")
+    return Markup("{}").format(shown(cell) or "")
 
 
 def text_cell(cell: Cell) -> str:

@@ -80,6 +80,14 @@ OWN_KEYS = {
     **dict.fromkeys(("hf-token", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"), "the host's hub_token_file"),
 }
 
+SECRET_NAME = re.compile(
+    r"(?:^|[_.-])(?:password|passwd|passphrase|secret|credential|(?:api|access|private|auth|account)[_-]?(?:key|token))s?"
+    r"(?:$|[_.-])",
+    re.IGNORECASE,
+)
+SECRET_VARIABLE = re.compile(r"(?:^|_)(?:TOKEN|KEY|APIKEY|PAT|AUTH|PWD)$")
+"""Names of secrets. Of flags the last would take too many, such as bucket-time-to-first-token."""
+
 # Units and run-time files of ours that a configuration's would meet (contract/layout.py, rig/host/settings.py).
 TAKEN = re.compile(
     r"acs|edge(-.*)?|power-limit|(job|restart|bench)-.*|at-work\.lock|deploy\.lock(\.owner)?|reboot-pending"
@@ -126,7 +134,36 @@ def _flag_value(value: Any) -> Any:
     return value
 
 
+def _no_secret(name: str, value: Any, variable: bool = False) -> None:
+    """Raise ValueError where a name says that the value is a secret, or an address has a password in it."""
+    if SECRET_NAME.search(name) or (variable and SECRET_VARIABLE.search(name)):
+        cure = "name a file of yours in `secrets` instead" if variable else "the engine's unit would show it to all"
+        raise ValueError(f"{name} is a secret by its name, and all can read a unit: {cure}")
+    for key, inner in value.items() if isinstance(value, Mapping) else ():
+        _no_secret(str(key), inner)
+    for text in value if isinstance(value, list) else [value]:
+        if isinstance(text, str) and re.search(r"://[^/\s@]*:[^/\s@]+@", text):
+            raise ValueError(f"{name} is an address with a password, and all can read a unit")
+
+
+def _public_variables(found: dict[str, str]) -> dict[str, str]:
+    for name, value in found.items():
+        if name not in OWN_KEYS:
+            _no_secret(name, value, variable=True)
+    return found
+
+
+def _public_flags(found: dict[str, Any]) -> dict[str, Any]:
+    for name, value in found.items():
+        if name not in OWN_KEYS and not isinstance(value, bool | int | float):
+            _no_secret(name, value)
+    return found
+
+
 Network = Annotated[str, AfterValidator(_network)]
+
+
+Variables = Annotated[dict[Variable, str], AfterValidator(_public_variables)]
 
 
 class Entry(Part):
@@ -196,9 +233,11 @@ class Configuration(Entry):
     reasoning_parser: Text | None = None
     trust_remote_code: bool = False
     speculation: Speculation | None = None
-    flags: dict[Flag, Annotated[FlagValue, BeforeValidator(_flag_value)]] = {}
+    flags: Annotated[dict[Flag, Annotated[FlagValue, BeforeValidator(_flag_value)]], AfterValidator(_public_flags)] = {}
     """Every other flag, without its dashes: true is the bare flag, false its negative form, a mapping is JSON."""
-    environment: dict[Variable, str] = {}
+    environment: Variables = {}
+    secrets: dict[Variable, Text] = {}
+    """Variable -> file of the machine that deploys, which only its owner reads: the engine gets its one line."""
     accept: Accept = Accept()
 
 
@@ -281,7 +320,7 @@ class Release(Entry):
     minimum_glibc: Dotted | None = None
     system_packages: list[Package] = []
     """Debian/Ubuntu packages its libraries need."""
-    environment: dict[Variable, str] = {}
+    environment: Variables = {}
     """Variables every configuration of this release needs."""
     known_bad: list[KnownBad] = []
     drain: Literal["none", "signal", "flag"] = "none"
@@ -468,6 +507,9 @@ def _cross_check(catalog: Catalog, documents: Mapping[str, Document]) -> Iterato
 
         yield from _check_references(configuration, catalog, finding)
         yield from _check_limits(configuration, catalog, finding)
+        for key in configuration.secrets:
+            if key in OWN_KEYS or key in configuration.environment:
+                yield finding(["secrets", key], f"is set by {OWN_KEYS.get(key, '`environment`')}, not here")
         for part in ("flags", "environment"):
             for key, value in getattr(configuration, part).items():
                 if key in OWN_KEYS:

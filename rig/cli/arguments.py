@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from rigctl.contract.foreign import gated
+
 USAGE = 64
 """Exit code of wrong usage (EX_USAGE of sysexits.h): argparse's own 2 would read as "something would change"."""
 
@@ -37,7 +39,11 @@ HOSTS: Options = {"inventory": {"help": "such as inventory/gpu.py"}, **LIMIT}
 def parse(
     module: str, doc: str | None, argv: Sequence[str] | None, options: Options = NOTHING, verbs: Verbs = NOTHING
 ) -> argparse.Namespace:
-    """The arguments of `python -m module`; `.error(message)` of the answer ends as wrong usage does."""
+    """The arguments of `python -m module`; `.error(message)` of the answer ends as wrong usage does.
+
+    From here on all that the command prints goes through the gate for foreign words (rigctl/contract/foreign.py).
+    """
+    sys.stdout, sys.stderr = gated(sys.stdout), gated(sys.stderr)
     parser = Parser(prog=f"python -m {module}", description=(doc or "").split("\n", 1)[0])
     tables = [(parser, options)]
     if verbs:

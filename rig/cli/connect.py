@@ -38,7 +38,9 @@ def talk_lines(name: str, data: Mapping[str, Any]) -> list[str]:
     # A host that is reached over loopback, such as the sandbox, shares this computer's addresses.
     here = name == "@local" or str(data.get("ssh_hostname") or name).startswith(("127.", "localhost"))
     if not here:
-        lines.append(shlex.join([*ssh_words(name, data, "-N", "-L", f"{port}:{entry.listen.host}:{port}")]) + " &")
+        # Where another user of this computer holds the port, there is no tunnel, and no request follows.
+        tunnel = ["-f", "-N", "-o", "ExitOnForwardFailure=yes", "-L", f"{port}:{entry.listen.host}:{port}"]
+        lines.append(shlex.join(ssh_words(name, data, *tunnel)) + " &&")
     lines.append(curl_line(address, model, host.api_key_file))
     return lines
 
@@ -51,6 +53,8 @@ def ssh_words(name: str, data: Mapping[str, Any], *options: str) -> list[str]:
     if not config:
         words += ["-p", str(data["ssh_port"])] if data.get("ssh_port") else []
         words += ["-i", str(data["ssh_key"])] if data.get("ssh_key") else []
+        known = data.get("ssh_known_hosts_file")
+        words += ["-o", f"UserKnownHostsFile={known}"] if known else []
     target = name if config else str(data.get("ssh_hostname") or name)
     user = "" if config or not data.get("ssh_user") else f"{data['ssh_user']}@"
     return [*words, f"{user}{target}"]

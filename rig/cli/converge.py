@@ -178,6 +178,9 @@ def check_values(inventory: str, names: Sequence[str]) -> None:
                 read_certificate(tls.certificate, tls.key)
             if tls is not None and tls.acme and tls.acme.roots:
                 read_certificates(tls.acme.roots)
+        for name, entry in serving.items():
+            for variable, file in entry.secrets.items():
+                read_secret(file, f"serving.{name}.secrets.{variable}")
 
 
 def _limited(hosts: list[dict[str, Any]], inventory: str, limits: Sequence[str]) -> list[str]:

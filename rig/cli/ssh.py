@@ -5,6 +5,7 @@ of the whole file, and a jump host's own settings for nothing. So OpenSSH resolv
 pyinfra, `make verify` and `make status` read the flat file that comes of it.
 """
 
+import os
 import re
 import shlex
 import subprocess
@@ -78,10 +79,13 @@ def host_block(name: str, data: Mapping[str, Any], folder: Path) -> str:
     if keys != _resolved(("-F", "none", "--", target)).get("identityfile"):
         lines += [f'IdentityFile "{key}"' for key in keys]
     known = given.get("UserKnownHostsFile")
-    lines.append(f'UserKnownHostsFile "{known}"' if known else f"UserKnownHostsFile {found['userknownhostsfile'][0]}")
-    # pyinfra's own default, where neither the inventory nor the operator's configuration is stricter.
-    strict = "yes" if found.get("stricthostkeychecking") in (["true"], ["yes"]) else "accept-new"
-    lines.append(f"StrictHostKeyChecking {data.get('ssh_strict_host_key_checking') or strict}")
+    # paramiko reads no other files than these.
+    shared = [one for one in " ".join(found.get("globalknownhostsfile", [])).split() if Path(one).is_file()]
+    files = [f'"{known}"' if known else found["userknownhostsfile"][0], *shared]
+    lines.append(f"UserKnownHostsFile {' '.join(files)}")
+    # Secrets travel: who answers is known before, unless the inventory says otherwise in as many words.
+    strict = "accept-new" if data.get("ssh_strict_host_key_checking") == "accept-new" else "yes"
+    lines.append(f"StrictHostKeyChecking {strict}")
     if proxy := _proxy(found, data, target):
         # A file: paramiko starts a proxy without a shell, and the two take % for different things.
         script = folder / f"proxy-{alias(name)}.sh"
@@ -157,6 +161,50 @@ def config_of(hosts: Sequence[Mapping[str, Any]]) -> Path:
     file = Path(_scratch().name, "config")
     write_config(hosts, file)
     return file
+
+
+ASK = """#!/bin/sh
+printf '%s\\n' "$1" >&2
+echo no
+"""
+
+
+def refused(file: Path, name: str, said: str, accept: str) -> str:
+    """Why OpenSSH does not reach a host, from its messages: the last, or for an unknown host key what to do.
+
+    accept: the command by which the operator accepts it.
+
+    OpenSSH shows a fingerprint only where it asks, so it is asked, and the answer is no.
+    """
+    last = (said.strip().splitlines() or ["no word of why"])[-1].strip()
+    if "Host key verification failed" not in last or "REMOTE HOST IDENTIFICATION HAS CHANGED" in said:
+        return last
+    script = file.with_name("ask.sh")
+    script.write_text(ASK, encoding="utf-8")
+    script.chmod(0o700)
+    program, *rest = words(file, name)
+    asking = ["-o", "BatchMode=no", "-o", "NumberOfPasswordPrompts=0", "-o", "StrictHostKeyChecking=ask"]
+    done = subprocess.run(
+        [program, *asking, *rest, "true"],
+        capture_output=True,
+        errors="replace",
+        timeout=RESOLVE_SECONDS,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        env={**os.environ, "SSH_ASKPASS": str(script), "SSH_ASKPASS_REQUIRE": "force", "DISPLAY": ":none"},
+    )
+    shown = re.search(r"(\S+) key fingerprint is:? (SHA256:\S+?)\.?$", done.stderr, re.MULTILINE)
+    kind, fingerprint = shown.groups() if shown else ("ED25519", "")
+    return unknown_key(kind, fingerprint, accept)
+
+
+def unknown_key(kind: str, fingerprint: str, accept: str) -> str:
+    """The message about a host whose key is in no file of known hosts."""
+    return (
+        f"its host key {kind} {fingerprint} is not known, so nothing was sent to it: compare the fingerprint with what "
+        f"`ssh-keygen -lf /etc/ssh/ssh_host_{kind.lower()}_key.pub` says on the host's console, then run `{accept}`"
+    )
 
 
 def words(file: Path, name: str, *options: str) -> list[str]:

@@ -7,26 +7,36 @@ Drift is what can be told cheaply: the host's receipt against this repository, a
 
 import json
 import shlex
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Annotated, Any
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from rig.artifacts.receipt import receipt_items
 from rig.artifacts.rollback_states import rollback_text, rolled_back
 from rig.catalog.entries import check_all
+from rig.catalog.yaml_source import CatalogError
 from rig.cli import ssh
 from rig.cli.arguments import HOSTS, parse
+from rig.cli.connect import ssh_words
 from rig.cli.converge import FAILED, asked_hosts, ended, inventory_hosts, ssh_config
 from rig.host.settings import HostSettings
 from rig.operations.hostkit import hostkit_path
 from rig.plan.host_plan import host_plan
 from rigctl.contract import layout
+from rigctl.contract.foreign import one_line
+from rigctl.contract.order import faults
 
 SECONDS = 40
+MOST_BLOCKS = 32768
+
 
 _SCRIPT = f"""export {" ".join(f"{key}={value}" for key, value in layout.LOCALE.items())}
 section() {{ printf '\\n== %s\\n' "$1"; }}
@@ -101,47 +111,73 @@ class HostStatus:
         return f"{self.host}: {', '.join(parts)}"
 
 
+class _Row(BaseModel):
+    """What is read of a configuration's row in `rigctl status --json`. A host may say anything."""
+
+    name: str
+    state: str
+    status: str = ""
+    stale: bool = False
+    digest: str | None = None
+    release: str | None = None
+    running_release: str | None = None
+    accepted_at: Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)] | None = None
+    acceptance_length: Annotated[float, Field(allow_inf_nan=False)] | None = None
+
+
+_ROWS = TypeAdapter(list[_Row])
+
+
 def read_status(name: str, data: Mapping[str, Any], output: str) -> HostStatus:
     """Make sense of what the host said. Pure but for the catalogues. Raises CatalogError for wrong host data."""
     sections = _sections(output)
     receipt = _json(sections.get("receipt", ""))
     if not isinstance(receipt, dict):
         return HostStatus(name)
-    rows = _json(sections.get("rigctl", ""))
+    rows, silent = _rows(_json(sections.get("rigctl", "")))
     present = _json(sections.get("state", ""))
     return HostStatus(
         name,
-        services=[_service(row) for row in rows or [] if row["state"] not in ("inactive", "failed")],
+        services=[_service(row) for row in rows or [] if row.state not in ("inactive", "failed")],
         deployed=f"{receipt.get('version')} at {receipt.get('at')}",
-        drift=_drift(data, sections, receipt, rows),
+        drift=[*_drift(data, sections, receipt, rows or []), *([silent] if silent else [])],
         rolled_back=rollback_text(present) if rolled_back(present) else "",
         reboot_pending="; ".join(sections.get("pending", "").split("\n")),
         health=[line for line in sections.get("health", "").splitlines() if line],
     )
 
 
-def _service(row: Mapping[str, Any]) -> Service:
-    accepted = row.get("accepted_at")
-    since = f"{datetime.fromtimestamp(accepted, UTC):%Y-%m-%d %H:%M} UTC" if accepted else None
-    known = {key: row.get(key) for key in ("release", "running_release", "acceptance_length")}
-    return Service(row["name"], row["state"], accepted_since=since, **known)
+def _rows(found: Any) -> tuple[list[_Row] | None, str]:
+    """The rows of `rigctl status`, and why there are none."""
+    if found is None:
+        return None, "rigctl does not answer"
+    try:
+        return _ROWS.validate_python(found), ""
+    except ValidationError as error:
+        return None, one_line(f"rigctl answers in another form: {next(iter(faults(error, _Row, found)))}")
+
+
+def _service(row: _Row) -> Service:
+    since = f"{datetime.fromtimestamp(row.accepted_at, UTC):%Y-%m-%d %H:%M} UTC" if row.accepted_at else None
+    return Service(row.name, row.state, row.release, row.running_release, since, row.acceptance_length)
 
 
 def _drift(
-    data: Mapping[str, Any], sections: Mapping[str, str], receipt: Mapping[str, Any], rows: Sequence[Any] | None
+    data: Mapping[str, Any], sections: Mapping[str, str], receipt: Mapping[str, Any], rows: Sequence[_Row]
 ) -> list[str]:
-    """rows: what `rigctl status` says of each configuration; None when it does not answer."""
+    """rows: what `rigctl status` says of each configuration."""
     plan = host_plan(data, sections.get("system", ""), HostSettings())
     wanted = receipt_items(plan, hostkit_path(plan))
-    found = receipt.get("items", {})
+    items = receipt.get("items")
+    found = {key: item for key, item in items.items() if isinstance(item, dict)} if isinstance(items, dict) else {}
     differs = [key for key in sorted({*wanted, *found}) if not _same(key, wanted.get(key), found.get(key))]
-    digests = {f"unit/{layout.unit_name(row['name'])}": row["digest"] for row in rows or [] if row.get("digest")}
+    digests = {f"unit/{layout.unit_name(row.name)}": row.digest for row in rows if row.digest}
     differs += [unit for unit, digest in digests.items() if unit in found and found[unit].get("digest") != digest]
     lines = [f"a deploy would change {', '.join(dict.fromkeys(differs))}"] if differs else []
     lines += [f"{path} is missing" for path in sections.get("missing", "").splitlines() if path]
-    lines += [f"{row['name']} is stale" for row in rows or [] if row.get("stale")]
-    lines += [f"{row['name']}: {row['status']}" for row in rows or [] if "digest" in row and row["digest"] is None]
-    lines += ["rigctl does not answer"] if rows is None else []
+    lines += [f"{row.name} is stale" for row in rows if row.stale]
+    unusable = (row for row in rows if row.digest is None and "digest" in row.model_fields_set)
+    lines += [f"{row.name}: {row.status}" for row in unusable]
     return lines
 
 
@@ -160,7 +196,7 @@ def _sections(output: str) -> dict[str, str]:
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -170,18 +206,34 @@ def ask(name: str, data: Mapping[str, Any], config: Path) -> HostStatus:
         return HostStatus(name, reached=False, trouble="no machine stands behind this name (pyinfra's connectors)")
     shell = ["sudo", "-n", "sh", "-s"] if data.get("_sudo") else ["sh", "-s"]
     command = shell if name == "@local" else [*ssh.words(config, name), shlex.join(shell)]
+    # A host may answer without end: the shell's own limit ends that, here 16 or 32 MiB.
+    command = ["sh", "-c", f'ulimit -f {MOST_BLOCKS}; exec "$@"', "sh", *command]
     try:
-        result = subprocess.run(
-            command, input=_SCRIPT, capture_output=True, errors="replace", timeout=SECONDS, check=False
-        )
+        with TemporaryFile() as said, TemporaryFile() as complained:
+            result = subprocess.run(
+                command, input=_SCRIPT.encode(), stdout=said, stderr=complained, timeout=SECONDS, check=False
+            )
+            output, errors = (_read(file) for file in (said, complained))
     except subprocess.TimeoutExpired:
         return HostStatus(name, reached=False, trouble=f"no answer in {SECONDS} s")
     except OSError as error:
         return HostStatus(name, reached=False, trouble=f"{command[0]} cannot be run: {error.strerror}")
     if result.returncode != 0:
-        words = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
-        return HostStatus(name, reached=False, trouble=words[-1])
-    return read_status(name, data, result.stdout)
+        endless = abs(result.returncode) % 128 == signal.SIGXFSZ
+        words = "its answer has no end" if endless else errors.strip() or f"exit code {result.returncode}"
+        trouble = words.splitlines()[-1]
+        if name != "@local":
+            trouble = ssh.refused(config, name, words, shlex.join(ssh_words(name, data)))
+        return HostStatus(name, reached=False, trouble=trouble)
+    try:
+        return read_status(name, data, output)
+    except CatalogError as error:
+        return HostStatus(name, reached=False, trouble=str(error))
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def status(inventory: str, limits: Sequence[str]) -> list[HostStatus]:

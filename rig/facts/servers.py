@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from pyinfra.api.facts import FactBase
 
+from rigctl.contract.foreign import one_line
+
 
 @dataclass(frozen=True)
 class Server:
@@ -84,6 +86,6 @@ class Servers(FactBase[list[Server]]):
 
 def _names(answer: str) -> tuple[str, ...]:
     try:
-        return tuple(str(entry["id"]) for entry in json.loads(answer)["data"])
-    except (ValueError, KeyError, TypeError):
+        return tuple(one_line(entry["id"], 100) for entry in json.loads(answer)["data"][:4])
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ()

@@ -20,7 +20,7 @@ from rig.operations import jobs
 from rig.operations.common import Commands, made, note, notice, refuse, remember, script
 from rigctl.contract import layout
 from rigctl.contract.served_checkpoints import DrafterPairs
-from rigctl.contract.sources import GeneratorSource, HubSource, described
+from rigctl.contract.sources import GeneratorSource, HttpSource, HubSource, described
 
 # 595 GB at 100 Mbit/s take 13 hours; a job that outlasts this has hung.
 LIMIT_SECONDS = 48 * 3600
@@ -40,17 +40,20 @@ def checkpoint(checkpoint_name: str, entry: Checkpoint, path: str, hub_token: bo
     state = _state(found)
     # Recorded is the directory that a link leads to.
     here = f"at {state.get('path')}" in found
-    if state.get("state") == "complete" and here and _is_wanted(name, entry, state):
+    complete = state.get("state") == "complete" and here and _is_wanted(name, entry, state)
+    compared = complete and _vouched_by_a_mirror(entry, state)
+    if complete and not compared:
         host.noop(f"{path} is complete")
         return
     fault = _fault(name, entry, path, state) if here and "exists" in found and state["state"] != "running" else None
-    if fault is not None:
+    if fault is not None and not compared:
         yield from refuse(fault)
         return
-    if adopted_as_it_is(entry) and "there" not in found:
-        yield from refuse(_absent(name, entry, path))
+    if "there" not in found and (adopted_as_it_is(entry) or _unproved(name, entry)):
+        yield from refuse(_unproved(name, entry) or _absent(name, entry, path))
         return
-    note(f"{path}: {_what_happens(entry, state, 'there' in found, here)}")
+    then = "its digests are compared with its endpoint's: up to version 0.2.0 a mirror told them too"
+    note(f"{path}: {then if compared else _what_happens(entry, state, 'there' in found, here)}")
     if isinstance(entry.source, HubSource) and not adopted_as_it_is(entry) and manifest(name, entry) is None:
         pin = f"`make pin CHECKPOINT={name}` writes it"
         notice(f"checkpoint {name} has no manifest in inventory/manifests, the hub is asked for its list: {pin}")
@@ -120,6 +123,25 @@ def _is_wanted(name: str, entry: Checkpoint, state: dict[str, Any]) -> bool:
     if revision(entry) not in (None, state.get("revision")):
         return False
     return wanted_identity(name, entry) in (None, state.get("identity"))
+
+
+def _vouched_by_a_mirror(entry: Checkpoint, state: dict[str, Any]) -> bool:
+    """Whether it was proved by a version that took digests from a mirror too, where the entry has one."""
+    mirror = isinstance(entry.source, HubSource) and entry.source.mirror
+    return bool(mirror and state.get("revision")) and state.get("digests_from") is None
+
+
+def _unproved(name: str, entry: Checkpoint) -> str | None:
+    """Why nothing would prove what is fetched, or None: digests come over https, or from a manifest."""
+    match entry.source:
+        case HubSource(endpoint=str(address)) | HttpSource(manifest_url=str(address)) | HttpSource(url=address):
+            if address.startswith("http://") and manifest(name, entry) is None:
+                return (
+                    f"checkpoint {name}: {address} is not https, so the digests that it lists prove nothing: give an "
+                    "https address (a CA of your own by SSL_CERT_FILE in the host's /etc/environment), or put a "
+                    "manifest into inventory/manifests; then deploy again"
+                )
+    return None
 
 
 def _fault(name: str, entry: Checkpoint, path: str, state: dict[str, Any]) -> str | None:

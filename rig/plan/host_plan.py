@@ -155,9 +155,11 @@ class HostPlan:
     @property
     def secrets(self) -> dict[str, str]:
         """Secrets that the host keeps as they are: name -> the operator's file. Of keys of the edge it has digests."""
-        keys = {"hub-token": self.data.hub_token_file}
+        keys: dict[str, str | None] = {"hub-token": self.data.hub_token_file}
         if not all(map(self.behind_edge, self.serving.values())):
             keys["api-key"] = self.data.api_key_file
+        for name, entry in self.serving.items():
+            keys |= {f"{name}.{variable}": file for variable, file in entry.secrets.items()}
         return {name: file for name, file in sorted(keys.items()) if file is not None}
 
     def behind_edge(self, configuration: Configuration) -> bool:

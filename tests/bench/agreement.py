@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from rigctl.bench.load import Generator, parameters
 from rigctl.contract.sweep import Workload
+from rigctl.supervisor.engine_client import Engine
 from tests.bench.ceiling import specification, workload
 
 ALLOWED = (0.97, 1.03)
@@ -88,7 +89,7 @@ def main() -> int:
     port = urlsplit(arguments.url).port
     if port is None:
         parser.error("the URL needs a port")
-    generator = Generator(arguments.aiperf, None, 600)
+    generator = Generator(arguments.aiperf, 600)
     theirs_client = VllmBench(arguments.python, arguments.url, arguments.model, arguments.tokenizer)
     ratios = {}
     # One stream is compared by whole answers: what lies between two requests is the client's, and on two cores that the
@@ -100,9 +101,8 @@ def main() -> int:
         for number in range(arguments.rounds + 1):
             with tempfile.TemporaryDirectory() as directory:
                 texts = prompts(requests, f"A{number}")
-                measured, _ = generator.measure(
-                    load, specification(port, arguments.model), texts, Path(directory) / "r"
-                )
+                engine = Engine(specification(port, arguments.model))
+                measured, _ = generator.measure(load, engine, texts, Path(directory) / "r")
             other = theirs_client.measure(load, prompts(requests, f"V{number}"))
             if number:  # the first pair warms both up
                 single = concurrency == 1

@@ -18,6 +18,7 @@ import requests
 
 from rigctl.bench.load import Generator
 from rigctl.contract.sweep import Workload
+from rigctl.supervisor.engine_client import Engine
 from rigctl.supervisor.specification import Specification
 from tests.unit.serving import specification as stand_in
 
@@ -61,8 +62,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as directory:
             for _ in range(arguments.rounds):
                 prompts = [f"Request {n}." for n in range(load.requests)]
-                generator = Generator(arguments.aiperf, None, 600)
-                measured, _ = generator.measure(load, specification(PORT), prompts, Path(directory) / "round")
+                generator = Generator(arguments.aiperf, 600)
+                measured, _ = generator.measure(load, Engine(specification(PORT)), prompts, Path(directory) / "round")
                 speeds.append(measured.output_tok_s)
     finally:
         server.terminate()

@@ -20,10 +20,12 @@ from rig.artifacts.rollback_states import rolled_back, state_file, state_of
 from rig.catalog.entries import check_all
 from rig.catalog.yaml_source import CatalogError
 from rig.cli import ssh
+from rig.cli.connect import ssh_words
 from rig.cli.converge import RunFailed, asked_hosts, inventory_hosts, ssh_config
 from rig.facts.report import HostReport
 from rig.plan.host_plan import HostPlan, plan_from_facts, questions
 from rigctl.contract import layout
+from rigctl.contract.foreign import printable
 
 _NOT_ENFORCED = pytest.StashKey[dict[str, list[str]]]()
 _REMARKS = pytest.StashKey[list[str]]()
@@ -93,8 +95,8 @@ def _target(name: str, data: dict[str, Any], config: Path) -> Target:
     except RuntimeError as error:  # testinfra's, when ssh itself fails
         deployed = error.args[0]
     if deployed.rc != 0:
-        said = deployed.stderr.strip().splitlines() or [f"exit code {deployed.rc}"]
-        raise RunFailed(f"cannot be reached: {said[-1].strip()}")
+        said = deployed.stderr.strip() or f"exit code {deployed.rc}"
+        raise RunFailed(f"cannot be reached: {ssh.refused(config, name, said, shlex.join(ssh_words(name, data)))}")
     if deployed.stdout.strip() != "yes":
         raise RunFailed(f"no deploy has come to its end here ({layout.RECEIPT} is missing): deploy first, then verify")
     result = host.run(HostReport().command({**questions(data), "probes": [], "hubs": {}, "driver_source": None}))
@@ -160,7 +162,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     """A finding is told in its own words: the traceback into our test would say nothing about the host."""
     report = yield
     if report.failed and call.excinfo is not None and call.excinfo.errisinstance(AssertionError):
-        report.longrepr = str(call.excinfo.value).split("\nassert ", 1)[0]
+        report.longrepr = printable(str(call.excinfo.value).split("\nassert ", 1)[0], keep="\n")
     return report
 
 
@@ -183,12 +185,11 @@ def remarks(request: pytest.FixtureRequest) -> list[str]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for remark in config.stash[_REMARKS]:
-        terminalreporter.write_line(remark)
+    lines = [*config.stash[_REMARKS]]
     for name, limits in config.stash[_NOT_ENFORCED].items():
-        terminalreporter.write_line(f"{name}: set, not enforced in this box: {', '.join(limits)}")
-    for warning in config.stash[_WARNINGS]:
-        terminalreporter.write_line(f"warning: {warning}")
+        lines.append(f"{name}: set, not enforced in this box: {', '.join(limits)}")
+    for line in [*lines, *(f"warning: {warning}" for warning in config.stash[_WARNINGS])]:
+        terminalreporter.write_line(printable(line))
 
 
 def run(host: Host, command: str, *arguments: str) -> str:

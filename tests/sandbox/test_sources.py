@@ -21,6 +21,7 @@ from rig.catalog.entries import ROOT, forget_catalogs
 from tests.sandbox.conftest import DeployBox
 from tests.staging.hubserver import COMMIT, REPOSITORY, Hub
 from tests.support.box import RELEASE
+from tests.support.certificates import authority_file
 
 OVERLAY = ROOT / "inventory" / "overlays" / "test-sources.yaml"
 STAGE = [f"--data=catalogue_overlay={OVERLAY.name}", "inventory/sandbox.py", "tasks/checkpoints.py", "-y"]
@@ -33,6 +34,7 @@ rigctl tiny-kimi drafter-never /srv/web; head -c {filler} /dev/zero > /srv/web/f
 [ -e /root/.ssh/store ] || ssh-keygen -q -t ed25519 -N "" -f /root/.ssh/store
 cd /root/.ssh; grep -qF "$(cat store.pub)" authorized_keys || cat store.pub >> authorized_keys
 ssh-keyscan -p {port} 127.0.0.1 2>/dev/null > /root/.ssh/store_hosts
+grep -q SSL_CERT_FILE /etc/environment || echo SSL_CERT_FILE=/root/test-authorities.pem >> /etc/environment
 """
 
 
@@ -42,12 +44,17 @@ def box(bare_box: DeployBox) -> Iterator[DeployBox]:
     first = bare_box.deploy()
     assert first.returncode == 0, first.stdout + first.stderr
     bare_box.ssh(STORE.format(filler=FILLER, port=os.environ["KIMI_RIG_SANDBOX_PORT"]))
+    # As an operator names a certificate authority of his own to a host.
+    others = Path(bare_box.box.root, "etc/ssl/certs/ca-certificates.crt")
+    authorities = (others.read_text() if others.exists() else "") + authority_file().read_text()
+    Path(bare_box.box.root, "root/test-authorities.pem").write_text(authorities)
     yield bare_box
     OVERLAY.unlink(missing_ok=True)
     for name in ("aq-medai-k2-drafter", "custom-drafter"):
         bare_box.ssh(f"rigctl checkpoints forget {name}", check=False)
     # All drafters: a made one without a record would have to be adopted.
     bare_box.ssh("rm -rf /data/eagle3/* /data/eagle3/.from-* /srv/store /srv/web /var/lib/kimi-rig/drafters")
+    bare_box.ssh("sed -i /SSL_CERT_FILE/d /etc/environment; rm /root/test-authorities.pem")
     last = bare_box.deploy()
     assert last.returncode == 0, last.stdout + last.stderr
 

@@ -20,9 +20,18 @@ from rigctl.contract.checkpoint_job import CheckpointJob
 from tests.staging import synthetic
 from tests.staging.hubserver import COMMIT, REPOSITORY, Hub
 from tests.staging.proxy import Proxy
+from tests.support.certificates import authority_file
 
 SHARDS = int(os.environ.get("STAGING_SHARDS", "64"))
 SHARD_BYTES = int(os.environ.get("STAGING_SHARD_BYTES", str(64 << 10)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _certificates() -> Iterator[None]:
+    """Every hub of these tests speaks https."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(authority_file()))
+        yield
 
 
 @pytest.fixture(scope="session")

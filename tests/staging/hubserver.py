@@ -13,6 +13,7 @@ import json
 import os
 import re
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -23,6 +24,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.support.certificates import server_context
 
 COMMIT = "c0ffee" + "0" * 34
 REPOSITORY = "lab/tiny"
@@ -46,8 +49,11 @@ class Fault:
 class Hub:
     """Serve one directory as REPOSITORY at COMMIT. `sent` counts body bytes by path."""
 
-    def __init__(self, root: Path, *, token: str | None = None, send_buffer: int | None = None) -> None:
+    def __init__(
+        self, root: Path, *, token: str | None = None, send_buffer: int | None = None, tls: bool = True
+    ) -> None:
         self.root = root
+        self.tls = tls
         self.send_buffer = send_buffer
         self.token = token
         self.commit = COMMIT
@@ -63,8 +69,9 @@ class Hub:
         self.sending = 0
         self.storage = _serve(_Storage, self)
         self.hub = _serve(_Front, self)
-        self.address = f"http://127.0.0.1:{self.hub.server_port}"
-        self.storage_address = f"http://127.0.0.1:{self.storage.server_port}"
+        scheme = "https" if tls else "http"
+        self.address = f"{scheme}://127.0.0.1:{self.hub.server_port}"
+        self.storage_address = f"{scheme}://127.0.0.1:{self.storage.server_port}"
 
     def close(self) -> None:
         """Stop both servers."""
@@ -174,6 +181,8 @@ def _serve(handler: type[BaseHTTPRequestHandler], hub: Hub) -> ThreadingHTTPServ
     bound = type(handler.__name__, (handler,), {"hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), bound)
     server.daemon_threads = True
+    if hub.tls:  # a handshake belongs to its connection's thread
+        server.socket = server_context().wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     return server
 
@@ -250,7 +259,12 @@ class _Handler(BaseHTTPRequestHandler):
         stop = last + 1 if fault is None or fault.cut is None else min(first + fault.cut, last + 1)
         with place.open("rb") as handle, self.hub.body_on_its_way():
             while first < stop:
-                sent = os.sendfile(self.connection.fileno(), handle.fileno(), first, min(stop - first, 1 << 20))
+                if self.hub.tls:
+                    handle.seek(first)
+                    self.connection.sendall(block := handle.read(min(stop - first, 1 << 16)))
+                    sent = len(block)
+                else:
+                    sent = os.sendfile(self.connection.fileno(), handle.fileno(), first, min(stop - first, 1 << 20))
                 if not sent:
                     break
                 first += sent
@@ -268,7 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
         """A client that hangs up is no error of the server."""
         try:
             work()
-        except (BrokenPipeError, ConnectionResetError):
+        except (BrokenPipeError, ConnectionResetError, ssl.SSLError):
             self.close_connection = True
 
     def do_GET(self) -> None:

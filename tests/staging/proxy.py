@@ -23,7 +23,7 @@ class Proxy:
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
-        self.address = f"http://127.0.0.1:{self.port}"
+        self.address = f"https://127.0.0.1:{self.port}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:

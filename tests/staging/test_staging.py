@@ -222,7 +222,7 @@ def test_right_directory_is_adopted_and_not_touched(bench: Bench, hub: Hub, chec
 def test_complete_directory_is_adopted_without_the_hub(bench: Bench, hub: Hub, checkpoint: Path) -> None:
     shutil.copytree(checkpoint, bench.destination)
     before = {place: place.stat().st_ctime_ns for place in [bench.destination, *bench.destination.rglob("*")]}
-    wanted = hub_source("http://127.0.0.1:9")
+    wanted = hub_source("https://127.0.0.1:9")
     outcome = bench.stage(wanted)
     assert outcome.state == "adopted" and outcome.record.manifest.revision is None
     assert "not compared with its source" in bench.events[-1] and "cannot be asked" in bench.events[-1]
@@ -237,7 +237,7 @@ def test_incomplete_directory_is_refused_without_the_hub(bench: Bench, checkpoin
     shards[3].unlink()
     os.truncate(shards[5], 100)
     with pytest.raises(RigctlError, match=r"(?s)cannot be loaded as it is.*Nothing in it was touched") as caught:
-        bench.stage(hub_source("http://127.0.0.1:9"), retries=0)
+        bench.stage(hub_source("https://127.0.0.1:9"), retries=0)
     assert shards[3].name in str(caught.value) and shards[5].name in str(caught.value)
     assert bench.state.load("tiny") is None
 

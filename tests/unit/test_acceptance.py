@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import socket
 import threading
@@ -40,7 +41,7 @@ class Standin:
         self.faults_file.write_text(json.dumps(what))
 
     def engine(self, key: str | None = None, **more: Any) -> Engine:
-        return Engine(specification(port=self.server.server_address[1], **more), key)
+        return Engine(specification(port=self.server.server_address[1], **more), key, lambda: [os.getpid()])
 
 
 @pytest.fixture

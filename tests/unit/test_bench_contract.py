@@ -271,7 +271,7 @@ def test_an_answer_that_does_not_count_is_a_failure(answer: Any, monkeypatch: py
     monkeypatch.setattr(Engine, "completion", lambda *_, **__: answer)
     workload = Sweep.parse(SWEEP, "sweep").workloads[0]
     with pytest.raises(load.LoadFailed, match=r"an answer without its number of tokens \(completion_tokens is"):
-        load.warm(specification("vllm"), None, workload, ["x"], 1)
+        load.warm(Engine(specification("vllm")), workload, ["x"], 1)
     with pytest.raises(load.LoadFailed, match=r"an answer without its number of tokens \(prompt_tokens is None"):
         load.tokens_a_word(Engine(specification("vllm")), ["x"], 1)
 

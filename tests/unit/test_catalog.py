@@ -5,15 +5,19 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from rig.catalog.entries import ROOT, Listen, check_all, load_catalog
+from rig.artifacts.units import unit_file
+from rig.catalog.entries import ROOT, Configuration, Listen, check_all, load_catalog
 from rig.catalog.yaml_source import CatalogError, load
 from rig.host.settings import HostSettings
 from rig.plan.host_plan import host_plan, questions
-from tests.support.plans import INVENTORY
+from tests.support.plans import INVENTORY, gpu_plan
 
 
 @pytest.fixture
@@ -430,3 +434,47 @@ def test_a_broken_manifest_is_named_with_its_entry(tmp_path: Path, text: str) ->
     (tmp_path / "inventory" / "manifests" / "kimi-k2.5-int4.json").write_text(text)
     with pytest.raises(CatalogError, match=r"checkpoints\.kimi-k2\.5-int4: .*make pin CHECKPOINT=kimi-k2\.5-int4"):
         load_catalog(None, tmp_path / "inventory")
+
+
+SECRETS = [
+    ("environment", "WANDB_API_KEY", "x"),
+    ("environment", "AWS_SECRET_ACCESS_KEY", "x"),
+    ("environment", "S3_PASSWORD", "x"),
+    ("environment", "NGC_TOKEN", "x"),
+    ("environment", "HTTPS_PROXY", "http://me:pass@proxy:3128"),
+    ("flags", "ssl-keyfile-password", "x"),
+    ("flags", "some-auth-token", "x"),
+    ("flags", "kv-transfer-config", {"store": {"password": "x"}}),
+    ("flags", "otlp-traces-endpoint", "https://me:pass@traces"),
+    ("flags", "middleware", ["a", "redis://me:pass@cache"]),
+]
+PUBLIC = [
+    ("environment", "VLLM_MAX_TOKENS", "1"),
+    ("environment", "HTTPS_PROXY", "http://proxy:3128"),
+    ("environment", "VLLM_KEY_ORDER", "x"),
+    ("flags", "max-num-batched-tokens", 1),
+    ("flags", "bucket-time-to-first-token", ["1"]),
+    ("flags", "ssl-keyfile", "/etc/key.pem"),
+    ("flags", "allow-credentials", True),
+]
+ENTRY = {"release": "r", "target": "t", "gpus": [0]}
+
+
+@pytest.mark.parametrize(("part", "name", "value"), SECRETS)
+def test_a_secret_goes_into_no_unit(part: str, name: str, value: Any) -> None:
+    with pytest.raises(ValidationError, match="all can read a unit"):
+        Configuration.model_validate({**ENTRY, part: {name: value}})
+
+
+@pytest.mark.parametrize(("part", "name", "value"), PUBLIC)
+def test_what_is_no_secret_is_taken(part: str, name: str, value: Any) -> None:
+    Configuration.model_validate({**ENTRY, part: {name: value}})
+
+
+def test_a_secret_variable_is_a_credential_of_the_unit(tmp_path: Path) -> None:
+    entry = Configuration.model_validate({**ENTRY, "secrets": {"WANDB_API_KEY": str(tmp_path / "wandb")}})
+    chosen = gpu_plan(configurations=None)
+    serving = {"vllm-base": chosen.serving["vllm-base"].model_copy(update={"secrets": entry.secrets})}
+    text = unit_file(replace(chosen, serving=serving), "vllm-base")
+    assert "LoadCredential=env.WANDB_API_KEY:/etc/kimi-rig/credentials/vllm-base.WANDB_API_KEY\n" in text
+    assert str(tmp_path) not in text

@@ -21,6 +21,7 @@ COMPLETE = {"name": "x", "state": "complete", "origin": "staged", "revision": No
 DIRECTORY: dict[str, Any] = {"kind": "directory"}
 GENERATOR: dict[str, Any] = {"kind": "generator", "generator": "target"}
 HUB: dict[str, Any] = {"kind": "hub", "repository": "lab/tiny", "revision": "a" * 40}
+MIRROR = {"mirror": "https://mirror.example.com"}
 ELSEWHERE = {"path": "/elsewhere"}
 
 
@@ -37,6 +38,10 @@ ELSEWHERE = {"path": "/elsewhere"}
         (DIRECTORY, COMPLETE | {"state": "damaged", "fault": "z-old: move it out"}, f"{REFUSED}z-old: move it out"),
         (DIRECTORY, COMPLETE | {"state": "damaged"}, f"{REFUSED}{{path}} is not as it was proved"),
         (DIRECTORY, COMPLETE, None),
+        (HUB, COMPLETE | {"revision": "a" * 40}, None),
+        (HUB | MIRROR, COMPLETE | {"revision": "a" * 40}, "its digests are compared with its endpoint's"),
+        (HUB | MIRROR, COMPLETE | {"revision": "a" * 40, "digests_from": "source"}, None),
+        (HUB | MIRROR, COMPLETE | {"revision": "b" * 40}, f"{REFUSED}{{path}} holds {'b' * 40}"),
     ],
 )
 def test_the_plan_says_what_the_deploy_does(
@@ -66,3 +71,19 @@ def test_the_plan_says_what_the_deploy_does(
     if says.startswith(REFUSED):
         with pytest.raises(PyinfraError):
             apply(checkpoint, **arguments)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [HUB | {"endpoint": "http://hub.example.com"}, {"kind": "http", "url": "http://web.example.com/x"}],
+)
+def test_a_list_that_proves_nothing_is_refused_in_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, source: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(layout, "RIGCTL", "/bin/true")
+    place = str(tmp_path / "x")
+    entry = Checkpoint.model_validate({"role": "target", "path": place, "source": source})
+    arguments = {"checkpoint_name": "x", "entry": entry, "path": place, "hub_token": False}
+    with pytest.raises(PyinfraError):
+        apply(checkpoint, **arguments)
+    assert "is not https, so the digests that it lists prove nothing" in caplog.text

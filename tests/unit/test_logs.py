@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,7 +27,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         made.append([*command, stdin.read().decode()] if stdin else command)
         return 0
 
-    monkeypatch.setattr(subprocess, "call", call)
+    monkeypatch.setattr(switching, "_shown", call)
     return made
 
 

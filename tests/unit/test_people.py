@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rig.artifacts.receipt import receipt_items
 from rig.catalog.entries import ROOT
@@ -90,7 +92,7 @@ def test_ours_and_other_ports_are_not_told() -> None:
             {"ssh_user": "ubuntu", "_sudo": True, "ssh_port": 2200, "ssh_key": "/my keys/k", "api_key_file": "~/key"},
             [
                 "ssh -p 2200 -i '/my keys/k' ubuntu@kimi-1 'sudo systemctl start kimi-sglang-base.service'",
-                "ssh -N -L 8000:127.0.0.1:8000 -p 2200 -i '/my keys/k' ubuntu@kimi-1 &",
+                "ssh -f -N -o ExitOnForwardFailure=yes -L 8000:127.0.0.1:8000 -p 2200 -i '/my keys/k' ubuntu@kimi-1 &&",
                 "-H @<(sed 's/^/Authorization: Bearer /' ~/key)",
             ],
         ),
@@ -206,5 +208,39 @@ def test_the_tour_shows_plan_unit_reasons_and_how_to_talk(capsys: pytest.Capture
     assert "ExecStart=/opt/kimi-rig/hostkit/current/bin/rigctl serve" in text
     assert "kernel_argument.iommu = off" in text
     assert re.search(r"2,?370", text) and "sglang-eagle3-aq-medai" in text
-    assert "ssh -N -L 8000:127.0.0.1:8000 turin.example.com &" in text
+    assert "ssh -f -N -o ExitOnForwardFailure=yes -L 8000:127.0.0.1:8000 turin.example.com &&" in text
     assert [host["name"] for host in inventory_hosts(tour.INVENTORY)] == ["@fake/turin"]
+
+
+FOREIGN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["state", "name", "digest", "accepted_at", "items", "version", "id", "before", "release"]),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=60)
+@given(FOREIGN, FOREIGN, FOREIGN, st.text(max_size=10))
+def test_a_host_may_say_anything_of_itself(receipt_: Any, rows: Any, state: Any, more: str) -> None:
+    sections = {"system": "ubuntu-24.04", "receipt": json.dumps(receipt_), "rigctl": json.dumps(rows)}
+    sections |= {"state": json.dumps(state), "missing": more, "pending": more}
+    said = "".join(f"\n== {name}\n{text}\n" for name, text in sections.items())
+    assert status.read_status("kimi-1", DATA, said).line().startswith("kimi-1: ")
+
+
+@pytest.mark.parametrize("answer", ["yes", "cat /dev/zero", "printf '\\n== receipt\\n'; yes '['"])
+def test_a_host_that_answers_without_end_is_cut_off(
+    tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\n{answer}\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    found = status.ask("kimi-1", {**DATA, "ssh_hostname": "127.0.0.1"}, tmp_path / "config")
+    assert not found.reached and found.trouble == "its answer has no end"

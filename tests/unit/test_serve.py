@@ -198,6 +198,27 @@ def test_the_key_is_in_force_and_nowhere_to_be_read(tmp_path: Path, engine: str)
     assert run.stop() == 0
 
 
+def test_a_secret_variable_reaches_the_engine_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "credentials").mkdir()
+    (tmp_path / "credentials" / "env.DRILL_TOKEN").write_text("s3cret-token\n")
+    run = Run(tmp_path)
+    run.until("READY=1")
+    [engine_pid] = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
+    assert b"DRILL_TOKEN=s3cret-token" in Path(f"/proc/{engine_pid}/environ").read_bytes().split(b"\0")
+    assert 'KIMI {"DRILL_TOKEN": "***"}' in run.journal and "s3cret" not in run.journal
+    assert run.stop() == 0
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path.parent.name != "credentials"]
+    assert written and not [path for path in written if b"s3cret" in path.read_bytes()]
+
+
+def test_lines_of_the_log_are_as_private_as_the_log(tmp_path: Path) -> None:
+    run = Run(tmp_path, {"load": [["log", "prompt: my secret diary"], ["exit", 3]]})
+    assert run.end() == 78
+    holders = [path for path in tmp_path.rglob("*.json") if "secret diary" in path.read_text()]
+    assert [path.name for path in holders if path.name != "specification.json"] == ["cause.json"]
+    assert (tmp_path / "run" / "cause.json").stat().st_mode & 0o777 == 0o640
+
+
 def test_a_key_that_is_not_in_force_is_not_accepted(tmp_path: Path) -> None:
     (tmp_path / "credentials").mkdir()
     (tmp_path / "credentials" / "api-key").write_text("key")

@@ -26,7 +26,7 @@ HARMLESS = catalog().releases["sglang-0.5.16"].harmless_log
 def read_log(name: str, directory: Path) -> EngineLog:
     """A log as the supervisor has it once the engine has ended."""
     with (directory / "journal").open("wb") as journal:
-        log = EngineLog("sglang", HARMLESS, None, RunFile(Place(str(directory)), 2, 1), journal)
+        log = EngineLog("sglang", HARMLESS, [], RunFile(Place(str(directory)), 2, 1), journal)
         reader, writer = os.pipe()
         log.follow(reader)
         with os.fdopen(writer, "wb") as engine:

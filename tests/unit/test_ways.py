@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rig.catalog.entries import ROOT
-from rig.cli import ssh
+from rig.cli import ssh, status
 from tests.host.conftest import connect
 
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
@@ -64,6 +64,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 break
         time.sleep(0.05)
+    kind, key, *_ = (folder / "host_key.pub").read_text().split()
+    known = "".join(f"[{address}]:{port} {kind} {key}\n" for address in ("127.0.0.1", "::1"))
+    for place in (folder / "known", folder.parent / "known"):
+        place.write_text(known)
     yield Server(port, folder / "key", folder)
     process.terminate()
     process.wait()
@@ -123,7 +127,7 @@ def test_every_verb_reaches_it(server: Server, tmp_path: Path, name: str) -> Non
         "ssh_config_file": str(config),
         "ssh_port": server.port,
         "ssh_key": str(server.key),
-        "ssh_known_hosts_file": str(folder / "known by data"),
+        "ssh_known_hosts_file": str(server.folder / "known"),
     }
     data = {key: values[key] if value is True else value for key, value in WAYS[name].items()}
     data["ssh_user"] = getpass.getuser()
@@ -217,3 +221,50 @@ def test_verification_takes_a_path_with_a_space(name: str) -> None:
         parts = [part for each in call.args[:2] if isinstance(each, ast.JoinedStr) for part in each.values]
         words = {ast.unparse(part.value) for part in parts if isinstance(part, ast.FormattedValue)}
         assert not words & {"path", "entry.path"}, f"{name}:{call.lineno}"
+
+
+@pytest.mark.parametrize("checking", [None, "ask", "no", "off", "yes"])
+@pytest.mark.parametrize("flat", [True, False], ids=["by a verb", "by pyinfra alone"])
+def test_a_host_whose_key_is_not_known_gets_nothing(
+    server: Server, tmp_path: Path, checking: str | None, flat: bool
+) -> None:
+    """Whatever the operator's ssh_config accepts: secrets travel."""
+    fingerprint = subprocess.run(
+        ["ssh-keygen", "-lf", server.folder / "host_key.pub"], capture_output=True, text=True, check=True
+    ).stdout.split()[1]
+    config = tmp_path / "config"
+    lines = f'Port {server.port}\nIdentityFile "{server.key}"\nUserKnownHostsFile {tmp_path}/known\nHostName 127.0.0.1'
+    config.write_text(f"Host new\n{lines}\nStrictHostKeyChecking {checking or 'accept-new'}\n")
+    data = {"ssh_config_file": str(config), "ssh_user": getpass.getuser()}
+    data |= {"ssh_strict_host_key_checking": checking} if checking else {}
+    resolved = ssh.config_of([{"name": "new", "data": data}])
+    (tmp_path / "hosts.py").write_text(f"hosts = [('new', {data!r})]\n")
+    more = ["--data", f"ssh_config_file={resolved}"] if flat else []
+    said = pyinfra("--chdir", str(ROOT), *more, str(tmp_path / "hosts.py"), "exec", "--", f"touch {tmp_path}/was-there")
+    assert said.returncode != 0 and not (tmp_path / "was-there").exists()
+    assert fingerprint in said.stderr and "is not known, so nothing was sent to it" in said.stderr
+    assert not (tmp_path / "known").exists() or (tmp_path / "known").read_text() == ""
+    if flat:
+        seen = status.ask("new", data, resolved)
+        assert not seen.reached and fingerprint in seen.trouble and f"then run `ssh -F {config} new`" in seen.trouble
+        # The command of pyinfra's message accepts it.
+        accept = re.search(r"then run `(echo .*?)`", said.stderr.replace("\n", ""))
+        assert accept is not None, said.stderr
+        subprocess.run(accept[1], shell=True, check=True)
+        assert (
+            "there"
+            in pyinfra("--chdir", str(ROOT), *more, str(tmp_path / "hosts.py"), "exec", "--", "echo there").stderr
+        )
+
+
+def test_the_inventory_may_accept_new_keys_in_as_many_words(server: Server, tmp_path: Path) -> None:
+    data = {
+        "ssh_hostname": "127.0.0.1",
+        "ssh_port": server.port,
+        "ssh_key": str(server.key),
+        "ssh_user": getpass.getuser(),
+        "ssh_known_hosts_file": str(tmp_path / "known"),
+        "ssh_strict_host_key_checking": "accept-new",
+    }
+    (tmp_path / "hosts.py").write_text(f"hosts = [('new', {data!r})]\n")
+    assert "there" in pyinfra("--chdir", str(ROOT), str(tmp_path / "hosts.py"), "exec", "--", "echo there").stderr

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from rigctl.contract import layout
+from rigctl.contract.foreign import gated
 from rigctl.errors import RigctlError
 
 MODULES: dict[str, str] = {
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Names of files and processes may be any bytes.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = gated(sys.stdout), gated(sys.stderr)
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
         return run(arguments)

@@ -52,9 +52,9 @@ def write_whole(path: Path, text: str, mode: int = 0o644, *, durable: bool = Tru
         sync_directory(path.parent)
 
 
-def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
+def write_json(path: Path, content: Any, mode: int = 0o644, *, durable: bool = True) -> None:
     """`write_whole` of JSON."""
-    write_whole(path, json.dumps(content, indent=1, sort_keys=True) + "\n", durable=durable)
+    write_whole(path, json.dumps(content, indent=1, sort_keys=True) + "\n", mode, durable=durable)
 
 
 def read_json(path: Path, what: str) -> Any:

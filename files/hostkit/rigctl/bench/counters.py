@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rigctl.contract.sweep import Counters, Gpu, Observed
 from rigctl.nvidia_smi import nvidia_smi
 from rigctl.supervisor.engine_client import Engine
+from rigctl.supervisor.listening import StrangerAnswers
 from rigctl.supervisor.specification import Specification
 
 COUNTERS = {
@@ -144,7 +145,7 @@ class Observer:
         while not self._end.wait(SAMPLE_SECONDS):
             try:
                 self._samples.append(read(self._engine).values)
-            except (requests.RequestException, MetricsWrong):
+            except (requests.RequestException, StrangerAnswers, MetricsWrong):
                 continue  # the round itself tells when the engine is gone, or its metrics are wrong
             if gpus := gpu_state():
                 self._gpus.append(gpus)

@@ -3,17 +3,20 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Annotated, Any, Self, TypeVar
 
+import psutil
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rigctl.contract.order import words
@@ -38,6 +41,7 @@ TOKENIZER = {
     "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"},
 }
 LAST_LINES = 12
+LOOK_SECONDS = 0.1
 # aiperf 0.13's phase `concurrency` looks for a free stream without pause, on a core of its own (timing/intervals.py,
 # ConcurrencyBurst), which an engine beside it misses; `constant` looks this often. Also the most requests a second.
 LOOKS_A_SECOND = 1000
@@ -159,40 +163,57 @@ class Generator:
     """The load generator. program: its path; seconds: limit of one request."""
 
     program: str
-    key: str | None
     seconds: float
 
-    def measure(
-        self, workload: Workload, specification: Specification, prompts: Iterable[str], directory: Path
-    ) -> tuple[Round, str]:
+    def measure(self, workload: Workload, engine: Engine, prompts: Iterable[str], directory: Path) -> tuple[Round, str]:
         """One round as its clients saw it, and the load generator with its version.
 
-        Raises LoadFailed; OSError when the directory cannot be written.
+        Raises LoadFailed; StrangerAnswers; OSError when the directory cannot be written.
         """
         _lay_out(directory, prompts)
-        config = configuration(workload, specification, directory, key=self.key is not None, seconds=self.seconds)
+        key = engine.key
+        config = configuration(workload, engine.specification, directory, key=key is not None, seconds=self.seconds)
         (directory / "aiperf.json").write_text(json.dumps(config), encoding="utf-8")
         environment = {**os.environ, "HOME": str(directory), "XDG_CACHE_HOME": str(directory), "NO_PROXY": "*"}
-        if self.key:
-            environment[KEY_VARIABLE] = self.key
+        if key:
+            environment[KEY_VARIABLE] = key
         # aiperf leaves directories there; in ours the paths of its sockets would be too long.
         with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-            result = subprocess.run(
-                [self.program, "profile", "--config", str(directory / "aiperf.json")],
-                cwd=directory,
-                env={**environment, "TMPDIR": scratch},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                check=False,
-            )
+            command = [self.program, "profile", "--config", str(directory / "aiperf.json")]
+            result = _beside(engine, command, directory, {**environment, "TMPDIR": scratch})
         try:
             return parse(directory / "out", workload.requests)
         except OSError as error:
             last = [line.strip(" │╭╮╰╯─") for line in result.stdout.splitlines() if "ERROR" in line or "Reason" in line]
             said = "; ".join(line[:200] for line in last[-LAST_LINES:]) or repr(error)
             raise LoadFailed(f"aiperf ended with exit code {result.returncode}: {said}") from None
+
+
+def _beside(
+    engine: Engine, command: list[str], directory: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run the load generator. It connects by itself, so with a key it ends as soon as the engine does: whoever takes
+    the port then gets no request. Raises StrangerAnswers, requests.ConnectionError where the engine is not there."""
+    listener = engine.prove() if engine.key else os.getpid()
+    with subprocess.Popen(
+        command,
+        cwd=directory,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            while psutil.pid_exists(listener):
+                with suppress(subprocess.TimeoutExpired):
+                    said, _ = process.communicate(timeout=LOOK_SECONDS)
+                    return subprocess.CompletedProcess(command, process.returncode, said)
+            raise LoadFailed("the engine ended during the round")
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _lay_out(directory: Path, prompts: Iterable[str]) -> None:
@@ -257,17 +278,14 @@ def _distribution(values: list[float]) -> Distribution:
     return Distribution(mean=fmean(values), p50=cuts[49], p90=cuts[89], p99=cuts[98])
 
 
-def warm(
-    specification: Specification, key: str | None, workload: Workload, prompts: Sequence[str], seconds: float
-) -> float:
+def warm(engine: Engine, workload: Workload, prompts: Sequence[str], seconds: float) -> float:
     """Send prompts at the workload's concurrency; output tokens a second.
 
     Raises requests.RequestException; LoadFailed for an empty answer, or one that does not say how long it is.
     """
 
     def one(prompt: str) -> int:
-        # A connection of its own: sessions are not made for threads.
-        answer = Engine(specification, key).completion(prompt, timeout=seconds, **parameters(workload))
+        answer = engine.anew().completion(prompt, timeout=seconds, **parameters(workload))
         return _used(answer, "completion_tokens")
 
     begun = time.monotonic()

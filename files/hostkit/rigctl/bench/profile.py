@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 import requests
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rigctl.contract.foreign import one_line
+from rigctl.contract.order import faults
 from rigctl.guarded import Place, regular
 from rigctl.supervisor.engine_client import Engine
 
@@ -120,7 +122,9 @@ def kernels(file: BinaryIO, name: str) -> list[Kernel]:
         if len(content) > TRACE_BYTES:
             raise ProfileFailed(f"{name} is longer than {TRACE_BYTES >> 20} MiB")
         events = Trace.model_validate_json(content).events
-    except (ValidationError, zlib.error, EOFError, gzip.BadGzipFile):
+    except ValidationError as error:
+        raise ProfileFailed(f"{name} is no trace: {one_line(next(iter(faults(error, Trace, None))))}") from None
+    except (zlib.error, EOFError, gzip.BadGzipFile):
         raise ProfileFailed(f"{name} is no trace") from None
     return [event for event in events if event.cat == "kernel" and event.dur is not None]
 

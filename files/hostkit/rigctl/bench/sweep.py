@@ -27,7 +27,8 @@ from rigctl.bench.prompts import WORDS, requests_of
 from rigctl.contract.order import ContractError
 from rigctl.contract.sweep import CellResult, Round, Sweep, Workload, cell_file
 from rigctl.errors import RigctlError
-from rigctl.supervisor.engine_client import Engine, api_key
+from rigctl.supervisor.engine_client import Engine, engine_of
+from rigctl.supervisor.listening import StrangerAnswers
 from rigctl.supervisor.measurement_pause import undisturbed
 from rigctl.supervisor.specification import Specification, installed, named
 from rigctl.whole_files import write_whole
@@ -139,7 +140,7 @@ def _run(sweep: Sweep, directory: Path) -> int:
 
 
 def _configuration(run: Run, specification: Specification, workloads: list[Workload]) -> None:
-    engine = Engine(specification, api_key(specification.unit))
+    engine = engine_of(specification)
     refused: NotAccepted | None = None
     loading: dict[str, float] = {}
     order = 0
@@ -270,7 +271,7 @@ def _cell(run: Run, engine: Engine, workload: Workload, directory: Path) -> dict
             measured, generator = _round(run, engine, workload, prompts, directory)
             rounds.append(measured)
         profiled = _profiled(run, engine, workload, ratio) if sweep.profile else {}
-    except (requests.RequestException, load.LoadFailed, counters.MetricsWrong, TimeoutError) as error:
+    except (requests.RequestException, StrangerAnswers, load.LoadFailed, counters.MetricsWrong, TimeoutError) as error:
         raise CellFailed(_explained(specification, invocation, error)) from None
     if _property(specification.unit, "InvocationID") != invocation or not _active(specification.unit):
         raise CellFailed(_explained(specification, invocation, None))
@@ -320,9 +321,7 @@ def _unmeasured(run: Run, engine: Engine, workload: Workload, round_name: str, r
     """One prompt a stream, which no result holds; output tokens a second."""
     texts = run.sweep.prompts.get(workload.prompts, [])
     prompts = list(requests_of(workload, texts, round_name, ratio, count=workload.concurrency))
-    return load.warm(
-        engine.specification, api_key(engine.specification.unit), workload, prompts, run.sweep.request_seconds
-    )
+    return load.warm(engine, workload, prompts, run.sweep.request_seconds)
 
 
 def _profiled(run: Run, engine: Engine, workload: Workload, ratio: float) -> dict[str, float]:
@@ -345,8 +344,8 @@ def _round(run: Run, engine: Engine, workload: Workload, prompts: Iterator[str],
     with undisturbed(specification):
         before = counters.wait_idle(engine, IDLE_SECONDS)
         with counters.Observer(engine) as observer:
-            client = load.Generator(run.sweep.generator, api_key(specification.unit), run.sweep.request_seconds)
-            measured, generator = client.measure(workload, specification, prompts, directory)
+            client = load.Generator(run.sweep.generator, run.sweep.request_seconds)
+            measured, generator = client.measure(workload, engine, prompts, directory)
         after = counters.wait_idle(engine, IDLE_SECONDS)
     if counters.went_back(before, after, specification.engine):
         raise load.LoadFailed("the engine's counters fell: it was started anew during the round")

@@ -128,7 +128,7 @@ def _follow(arguments: argparse.Namespace) -> int:
 
 
 def _summary(known: record.Record) -> dict[str, Any]:
-    kept = ("name", "path", "kind", "origin", "verified_at", "verified_seconds", "foreign")
+    kept = ("name", "path", "kind", "origin", "verified_at", "verified_seconds", "foreign", "digests_from")
     manifest = known.manifest
     return {
         **{key: getattr(known, key) for key in kept},

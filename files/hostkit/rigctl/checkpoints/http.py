@@ -70,10 +70,39 @@ class Location:
     signed: bool = False
 
 
+def secure(url: str) -> bool:
+    """Whether who answers at an address proves to be it: only then it gets a token, or tells digests."""
+    return urlsplit(url).scheme == "https"
+
+
+def server_of(url: str) -> tuple[str, str | None, int]:
+    """Scheme, host and port."""
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+
+
 def bearer(token: str | None, request: requests.PreparedRequest) -> requests.PreparedRequest:
     """Our token or none; as an `auth` it also keeps requests from taking one out of ~/.netrc."""
-    request.headers.update({"Authorization": f"Bearer {token}"} if token else {})
+    request.headers.update({"Authorization": f"Bearer {token}"} if token and secure(request.url or "") else {})
     return request
+
+
+class Session(requests.Session):
+    """A token stays with the server that it was meant for."""
+
+    def rebuild_auth(self, prepared_request: requests.PreparedRequest, response: requests.Response) -> None:
+        """A redirect's request: requests itself would look for a password in ~/.netrc."""
+        if server_of(str(response.request.url)) != server_of(str(prepared_request.url)):
+            prepared_request.headers.pop("Authorization", None)
+
+
+def digests_by(url: str, what: str) -> None:
+    """Raise UnansweredError unless what is listed at this address proves files."""
+    if not secure(url):
+        raise UnansweredError(
+            f"{what}: {url} is not https, so the digests that it lists prove nothing: give an https address (a CA of "
+            "your own by SSL_CERT_FILE in the host's /etc/environment), or put a manifest into inventory/manifests"
+        )
 
 
 class Adapter(requests.adapters.HTTPAdapter):
@@ -151,7 +180,7 @@ class HttpFetcher(Origin):
 
     def session(self) -> requests.Session:
         if not hasattr(self._local, "session"):
-            self._local.session = requests.Session()
+            self._local.session = Session()
             for scheme in ("http://", "https://"):
                 self._local.session.mount(scheme, Adapter(self._window()))
         session: requests.Session = self._local.session
@@ -174,6 +203,7 @@ class HttpFetcher(Origin):
                 auth=partial(bearer, location.token),
                 stream=True,
                 timeout=(CONNECT_TIMEOUT, self.order.stall),
+                verify=os.environ.get("SSL_CERT_FILE") or None,  # as the hub's client; requests knows other names only
             )
         except (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema) as error:
             raise SourceWrong(f"{location.origin} gives an address that cannot be used: {error}") from error

@@ -6,10 +6,11 @@ The hub's chunked transfer (hf_xet) runs in a process of its own, since it canno
 
 import json
 import os
+from contextvars import ContextVar
+from importlib import import_module
 from importlib.util import find_spec
 from threading import Event
 from typing import Any
-from urllib.parse import urlsplit
 
 from rigctl.checkpoints.children import follow
 from rigctl.checkpoints.http import (
@@ -19,9 +20,12 @@ from rigctl.checkpoints.http import (
     Refused,
     Transient,
     UnansweredError,
+    digests_by,
     fault_of,
     origin_of,
     secret_text,
+    secure,
+    server_of,
 )
 from rigctl.checkpoints.paths import allocated, remove_tree, walk
 from rigctl.checkpoints.progress import Progress
@@ -32,29 +36,54 @@ from rigctl.contract.sources import HubSource
 from rigctl.errors import RigctlError
 from rigctl.own_process import own_process
 
+HUGGING_FACE = "https://huggingface.co"
 XET_FROM = 64 << 20  # bytes; smaller files are not worth a process
 XET_ERRORS = 2  # failures after which a job stops trying it
 
 
-def _client() -> Any:
-    """huggingface_hub, told not to look for anybody's token and not to report usage."""
+_TOKEN_FOR: set[tuple[str, str | None, int]] = set()
+"""Servers that get a token: those of endpoints, over https."""
+_LISTING: ContextVar[str] = ContextVar("listing", default="")
+"""What is being listed: then every answer must come over https."""
+
+
+def _guard(request: Any) -> None:
+    """Before each request of the client, redirects included: who may get the token, and whom digests may come from."""
+    if server_of(str(request.url)) not in _TOKEN_FOR:
+        request.headers.pop("authorization", None)
+    if _LISTING.get():
+        digests_by(str(request.url), _LISTING.get())
+
+
+def client(*tokens_for: str) -> Any:
+    """huggingface_hub, told not to look for anybody's token and not to report usage. tokens_for: addresses of servers
+    that may get the token; those that are not https get none."""
     os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"  # noqa: S105 a switch
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     import huggingface_hub  # noqa: PLC0415 the environment must be set before
 
+    _TOKEN_FOR.update(map(server_of, filter(secure, tokens_for)))
+    http = _http_library()
+    hooks = {"request": [_guard]}
+    huggingface_hub.set_client_factory(lambda: http.Client(event_hooks=hooks, follow_redirects=True, timeout=None))
     return huggingface_hub
 
 
 class Hub(HttpFetcher):
-    """One repository. `_candidates`: the endpoint (None: the client's default), then the mirror."""
+    """One repository. `_candidates`: the endpoint, which alone tells digests, then mirrors, which only send files."""
 
     def __init__(self, source: HubSource, order: CheckpointJob, progress: Progress, stop: Event) -> None:
         super().__init__(order, progress, stop)
         self.source = source
-        self._client = _client()
-        self._candidates = [source.endpoint, *([source.mirror] if source.mirror else [])]
+        endpoint = source.endpoint or HUGGING_FACE
+        self._client = client(endpoint)
+        # Who sets HF_ENDPOINT has a mirror of Hugging Face in mind.
+        mirrors = [source.mirror, None if source.endpoint else os.environ.get("HF_ENDPOINT")]
+        self._candidates = list(dict.fromkeys([endpoint, *filter(None, mirrors)]))
         self._token = secret_text(order.token)
+        if self._token and not secure(endpoint):
+            progress.event(f"{endpoint} is not https: it gets no token")
         self._preferred = 0  # the candidate that answered last: a dead endpoint is not asked for every file
         self._xet_failures = 0
         self._revision = source.revision
@@ -81,24 +110,29 @@ class Hub(HttpFetcher):
         return Manifest.listed(self.name, revision, [_file(item) for item in files if hasattr(item, "blob_id")])
 
     def _ask(self, question: Any) -> Any:
-        """Ask the endpoint, then the mirror, each with retries."""
+        """Ask the endpoint, with retries. A mirror is not asked: it would vouch for what it sends itself."""
+        endpoint = self._candidates[0]
+        digests_by(endpoint, self.source.repository)
+        api = self._client.HfApi(endpoint=endpoint, token=self._token_for(endpoint) or False)
         for attempt in range(self.order.retries + 1):
-            chosen = (self._preferred + attempt) % len(self._candidates)
-            endpoint = self._candidates[chosen]
-            api = self._client.HfApi(endpoint=endpoint, token=self._token_for(endpoint) or False)
+            listing = _LISTING.set(self.source.repository)
             try:
-                answer = self._translated(lambda api=api: question(api), self.source.repository, api.endpoint)
-                self._preferred = chosen
-                return answer
+                return self._translated(lambda: question(api), self.source.repository, endpoint)
             except Transient as error:
                 last = error
+            finally:
+                _LISTING.reset(listing)
             if attempt < self.order.retries:
                 self.pause(self.source.repository, attempt + 1, last, last.wait)
-        raise UnansweredError(f"{self.source.repository}: the hub cannot be asked: {last}")
+        mirrors = "; a mirror sends files, but its digests prove nothing: " if self._candidates[1:] else "; "
+        raise UnansweredError(
+            f"{self.source.repository}: {endpoint} cannot be asked: {last}{mirrors}`make pin` where it can be reached "
+            "writes a manifest, and then it need not be asked"
+        )
 
-    def _token_for(self, endpoint: str | None) -> str | None:
-        """The token belongs to the endpoint, never to a mirror on another host."""
-        return self._token if endpoint == self.source.endpoint else None
+    def _token_for(self, endpoint: str) -> str | None:
+        """The token belongs to the endpoint, over https, never to a mirror."""
+        return self._token if endpoint == self._candidates[0] and secure(endpoint) else None
 
     def _translated(self, call: Any, what: str, origin: str) -> Any:
         """Run a client call; its errors become Refused, SourceWrong or Transient."""
@@ -113,7 +147,7 @@ class Hub(HttpFetcher):
             status = error.response.status_code if error.response is not None else 599
             wait = error.response.headers.get("Retry-After") if error.response is not None else None
             raise fault_of(status, origin, what, wait) from error
-        except (OSError, _http_error()) as error:
+        except (OSError, _http_library().HTTPError) as error:
             raise Transient(f"{origin}: {type(error).__name__}: {str(error)[:160]}") from error
 
     def fetch(self, entry: File, sink: Sink) -> None:
@@ -128,11 +162,11 @@ class Hub(HttpFetcher):
         endpoint = self._candidates[chosen]
         metadata, origin = self._metadata(entry, endpoint)
         self._preferred = chosen
-        same_host = urlsplit(metadata.location).netloc == urlsplit(origin).netloc
+        same_host = server_of(metadata.location) == server_of(origin)
         token = self._token_for(endpoint) if same_host else None
         return Location(metadata.location, origin, token, signed=not same_host)
 
-    def _metadata(self, entry: File, endpoint: str | None) -> tuple[Any, str]:
+    def _metadata(self, entry: File, endpoint: str) -> tuple[Any, str]:
         """The client's HEAD of a file: where it is, and whether it is the revision's."""
         url = self._client.hf_hub_url(self.source.repository, entry.path, revision=self.revision, endpoint=endpoint)
         origin = origin_of(url)
@@ -203,10 +237,6 @@ def _file(item: Any) -> dict[str, Any]:
     return {"path": item.path, "size": item.size, **proof}
 
 
-def _http_error() -> type[Exception]:
-    """The base error of the HTTP library that the installed huggingface_hub uses."""
-    for name in ("httpx2", "httpx"):
-        if find_spec(name) is not None:
-            found: type[Exception] = __import__(name).HTTPError
-            return found
-    return ConnectionError
+def _http_library() -> Any:
+    """The HTTP library that the installed huggingface_hub uses."""
+    return import_module("httpx2" if find_spec("httpx2") else "httpx")

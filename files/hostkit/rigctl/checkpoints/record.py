@@ -41,9 +41,13 @@ class Record:
     read_only: bool = False
     foreign: list[str] = field(default_factory=list)
     damaged: dict[str, str] = field(default_factory=dict)
+    digests_from: str | None = None
+    """manifest, source, or files (taken as they lay or were made). None: recorded up to 0.2.0, when a hub's mirror told
+    digests too."""
 
     def to_json(self) -> dict[str, Any]:
-        content = {key: value for key, value in vars(self).items() if key not in ("manifest", "seen")}
+        unknown = {"digests_from"} if self.digests_from is None else set()
+        content = {key: value for key, value in vars(self).items() if key not in {"manifest", "seen", *unknown}}
         return {
             "format": FORMAT,
             **content,
@@ -68,6 +72,7 @@ def parse(content: Any, where: str) -> Record:
             read_only=bool(content["read_only"]),
             foreign=list(content["foreign"]),
             damaged=dict(content["damaged"]),
+            digests_from=content.get("digests_from"),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RigctlError(

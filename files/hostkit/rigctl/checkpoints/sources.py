@@ -22,6 +22,7 @@ from rigctl.checkpoints.http import (
     Transient,
     UnansweredError,
     check_status,
+    digests_by,
     origin_of,
     secret_text,
 )
@@ -51,9 +52,12 @@ class Http(HttpFetcher):
 
     def listing(self) -> Manifest:
         url = self._manifest_url
+        digests_by(url, self.name)
         location = Location(url, origin_of(url), self._token)
         try:
             with self.open(location, {}) as response:
+                for hop in [*response.history, response]:
+                    digests_by(hop.url, self.name)
                 check_status(response, location, "manifest.json")
                 return Manifest.parse(response.json(), url)
         except (Transient, requests.RequestException, json.JSONDecodeError) as error:

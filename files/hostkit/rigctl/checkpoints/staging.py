@@ -20,7 +20,7 @@ from rigctl.checkpoints.verify import Cancelled, FileHasher, Report, Seen
 from rigctl.checkpoints.workplace import Workplace, locked, settle
 from rigctl.contract.checkpoint_job import CheckpointJob
 from rigctl.contract.manifest import File, Manifest
-from rigctl.contract.sources import DirectorySource, LocalSource
+from rigctl.contract.sources import DirectorySource, HubSource, LocalSource
 from rigctl.errors import RigctlError
 from rigctl.reached import reached
 
@@ -93,6 +93,7 @@ class Job:
         self._limiter = Limiter(order.bandwidth_limit)
         self._line_is_down = threading.Event()
         self._replaces = False
+        self._digests_from: str | None = "files"
         self._read = partial(progress.advance, fetched=False)
 
     @cached_property
@@ -144,8 +145,29 @@ class Job:
         report = quick_report(record)
         if not report.complete:
             raise RigctlError(fault(record, report))
+        self._unless_a_mirror_vouched(record)
         self.progress.total = self.progress.done = record.manifest.total
         return Outcome("present", False, record)
+
+    def _unless_a_mirror_vouched(self, record: Record) -> None:
+        """Compare a record of version 0.2.0 or older with the endpoint, or the pinned manifest: a mirror may have told
+        its digests. Raises RigctlError where they differ, or nobody can be asked."""
+        mirror = isinstance(self.order.source, HubSource) and self.order.source.mirror
+        if not mirror or record.digests_from is not None or record.manifest.revision is None:
+            return
+        manifest = self.manifest()
+        apart = record.manifest.differing(manifest) if manifest is not None else []
+        wrong = apart and verify.full(self.destination, selection(apart), advance=self._read, stop=self.stop)
+        if wrong and not wrong.complete:
+            raise RigctlError(
+                f"{self.destination} was proved by digests that its mirror {mirror} told, and they are wrong:\n  "
+                + "\n  ".join(wrong.lines()[:20])
+                + f"\nmove it away, `rigctl checkpoints forget {record.name}`, and deploy again"
+            )
+        if manifest is not None:
+            record.manifest, record.digests_from = manifest, self._digests_from
+            self.state.save(record)
+            self.progress.event("its digests are those of its endpoint")
 
     def _wanted_instead(self, record: Record) -> str | None:
         """What the spec wants, if that is not what the record has."""
@@ -171,8 +193,10 @@ class Job:
     def manifest(self, source: FileSource | TreeSource | None = None) -> Manifest | None:
         """The pinned manifest, or what the source lists; None where only the finished files tell."""
         if (pinned := self._pinned()) is not None:
+            self._digests_from = "manifest"
             return pinned
         listed = (source or self.source).listing()
+        self._digests_from = "source" if listed is not None else "files"
         return listed.wanted(self.order.source, self.order.digests) if listed is not None else None
 
     def _occupied(self) -> bool:
@@ -231,7 +255,8 @@ class Job:
         if not self.destination.is_dir():
             raise RigctlError(f"{self.destination} does not exist: stage it instead")
         with locked(self.state, self.order.name, self.destination):
-            manifest = self._pinned()
+            pinned = self.order.manifest is not None
+            manifest = self.manifest() if pinned else None
             return self._adopt_as_it_is() if manifest is None else self._adopt_proved(manifest)
 
     def _adopt_proved(self, manifest: Manifest) -> Outcome:
@@ -265,6 +290,7 @@ class Job:
             verified_seconds=round(report.seconds, 3),
             kind=self.order.role,
             read_only=origin == "staged" and self.order.read_only,
+            digests_from=self._digests_from,
         )
 
     def _unless_unusable(self, manifest: Manifest) -> None:
@@ -519,6 +545,7 @@ class Job:
         with locked(self.state, self.order.name, self.destination), self.workplace:
             record = self.state.load(self.order.name)
             origin = record.origin if record is not None else "adopted"
+            self._digests_from = record.digests_from if record is not None else self._digests_from
             if origin == "adopted" and not in_place:
                 raise RigctlError(
                     f"{self.destination} is not this program's (adopted or never recorded): "

@@ -3,14 +3,14 @@
 import json
 import sys
 
+from rigctl.checkpoints.hub import client
+
 
 def main() -> int:
     """Fetch the file into the request's directory; a failure is one line on stderr."""
     request = json.load(sys.stdin)
-    from huggingface_hub import hf_hub_download  # noqa: PLC0415 slow to import, and only wanted here
-
     try:
-        hf_hub_download(
+        client(request["endpoint"]).hf_hub_download(
             request["repository"],
             request["path"],
             revision=request["revision"],

@@ -19,6 +19,8 @@ ENGINE_KEY = f"{CREDENTIALS}/engine-key"
 """The key of engines behind the edge: random, made on the host, known to nobody else."""
 EDGE = f"{ETC}/edge"
 """What the edge reads. Root's; its secrets are readable by the edge's user."""
+VARIABLE_CREDENTIAL = "env."
+"""How credentials of a unit begin that are variables of its engine."""
 LOCKS = f"{ETC}/locks"
 PATCHES = f"{ETC}/patches"
 KERNELS = f"{ETC}/kernels"
@@ -58,6 +60,10 @@ EDGE_UNIT = "kimi-edge.service"
 EDGE_USER = "kimi-edge"
 HANDOVER = "kimi-edge.conf"
 """Drop-in of a unit that still listens beyond loopback, until it is started anew behind the edge."""
+
+
+def secret_path(configuration: str, variable: str) -> str:
+    return f"{CREDENTIALS}/{configuration}.{variable}"
 
 
 def specification_path(configuration: str) -> str:

@@ -60,6 +60,10 @@ class File(Part):
             raise ValueError("needs sha256 or git_sha1, else nothing proves the file")
         return self
 
+    def digests(self) -> list[str]:
+        """Every digest that is known, named as `digest` does."""
+        return [f"{kind}:{value}" for kind in ("sha256", "git_sha1") if (value := getattr(self, kind))]
+
     def digest(self) -> str:
         """The digest to compare, named: `sha256:...` or `git_sha1:...`."""
         return f"sha256:{self.sha256}" if self.sha256 else f"git_sha1:{self.git_sha1}"
@@ -133,6 +137,13 @@ class Manifest(Order):
                 )
             kept[path] = kept[path].model_copy(update={"sha256": sha256})
         return type(self)(source=self.source, revision=self.revision, files=tuple(kept.values()))
+
+    def differing(self, right: Manifest) -> list[File]:
+        """Files of another manifest of the same content that this one does not confirm by a digest of the same kind."""
+        same = {(file.path, file.size, digest) for file in self.files for digest in file.digests()}
+        return [
+            file for file in right.files if not any((file.path, file.size, digest) in same for digest in file.digests())
+        ]
 
     def describes(self, other: Manifest) -> bool:
         """Whether both list the same files: equal sizes, and no digest of one contradicts the other's."""

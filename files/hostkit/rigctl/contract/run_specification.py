@@ -28,10 +28,15 @@ class Endpoint(Part):
         return f"{self.host}:{self.port}"
 
     @property
-    def url(self) -> str:
-        """Where this machine reaches it, also when it listens on every address."""
+    def reached_at(self) -> str:
+        """Address by which this machine reaches it, also when it listens on every one."""
         everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # read, not bound
-        host = everywhere.get(self.host, self.host)
+        return everywhere.get(self.host, self.host)
+
+    @property
+    def url(self) -> str:
+        """Where this machine sends its requests."""
+        host = self.reached_at
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 

@@ -27,9 +27,10 @@ class HubSource(Files):
     repository: Annotated[str, StringConstraints(pattern=r"^[\w.-]+/[\w.-]+$")]
     revision: Commit | None = None
     endpoint: WebAddress | None = None
-    """Unset: the hub client's own."""
+    """Unset: https://huggingface.co, with HF_ENDPOINT of the host as a further mirror. Lists the digests where there is
+    no manifest, and gets the token, over https only."""
     mirror: WebAddress | None = None
-    """Asked when the endpoint does not answer; never gets the token."""
+    """Sends files when the endpoint does not; never asked for digests, never gets the token."""
     transfer: Literal["auto", "http", "xet"] = "auto"
     """auto: the hub's chunked transfer for large files, else HTTP ranges (docs/reference/checkpoints.md)."""
     allow_unpinned: bool = False
@@ -42,7 +43,7 @@ class HttpSource(Files):
     kind: Literal["http"]
     url: WebAddress
     manifest_url: WebAddress | None = None
-    """Unset: manifest.json below url."""
+    """Unset: manifest.json below url. Over https, where there is no manifest in the inventory."""
     mirror: WebAddress | None = None
 
 

@@ -164,7 +164,7 @@ def _put(place: Path, below: str, file: Path) -> str | None:
 
 def _rsync(origin: str, target: str, *options: str) -> str | None:
     """None when it is done, else why not."""
-    ssh = "--rsh=ssh -o BatchMode=yes -o ConnectTimeout=10"
+    ssh = "--rsh=ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -o ConnectTimeout=10"
     command = ["rsync", *options, ssh, origin, target]
     try:
         done = subprocess.run(command, capture_output=True, errors="replace", check=False)

@@ -21,7 +21,7 @@ from rigctl.errors import RigctlError
 from rigctl.guarded import Place
 from rigctl.services.systemd import UNITS, properties
 from rigctl.supervisor.ended import failures
-from rigctl.supervisor.engine_client import BAD_ANSWERS, Engine, api_key
+from rigctl.supervisor.engine_client import BAD_ANSWERS, engine_of
 from rigctl.supervisor.live_settings import WARNING
 from rigctl.supervisor.readiness import reason, reasoning_of
 from rigctl.supervisor.specification import Specification, configurations, installed, named, runtime_of
@@ -229,7 +229,7 @@ def _of_end(ended: Ended, *, failed: bool) -> Iterator[str]:
 def talk(arguments: argparse.Namespace) -> int:
     """Send one chat completion and print the answer. Raises RigctlError when nothing is active or it fails."""
     specification = as_running(named(arguments.configuration) if arguments.configuration else active())
-    engine = Engine(specification, api_key(specification.unit))
+    engine = engine_of(specification)
     try:
         before = engine.metrics().speculation if specification.speculation else None
         begun = time.monotonic()

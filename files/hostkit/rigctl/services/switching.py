@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import time
 from contextlib import suppress
+from typing import Any
 
 from rigctl.contract.happened import Accepted, Ended, Fallback, record_text
 from rigctl.errors import RigctlError
@@ -13,7 +14,7 @@ from rigctl.services.status import active, as_running, last_fallback, row, servi
 from rigctl.services.systemd import properties, systemctl
 from rigctl.services.warming import warm
 from rigctl.supervisor.ended import boot_id
-from rigctl.supervisor.engine_client import BAD_ANSWERS, Engine, api_key
+from rigctl.supervisor.engine_client import BAD_ANSWERS, Engine, engine_of
 from rigctl.supervisor.specification import Specification, installed, named
 
 # A start that follows a stop within this time has displaced what was stopped.
@@ -80,7 +81,7 @@ def _await_fallback(name: str, since: float) -> str:
 
 def restart_unit(specification: Specification, *, when_idle: bool) -> int:
     """Restart it if it runs and has not taken the deploy over meanwhile; 0 also when it was stopped meanwhile."""
-    engine, waited = Engine(as_running(specification), api_key(specification.unit)), False
+    engine, waited = engine_of(as_running(specification)), False
     while (state := properties(specification.unit, ["ActiveState"])["ActiveState"]) not in ("inactive", "failed"):
         if state != "active":
             if not waited:
@@ -110,13 +111,21 @@ def show_logs(arguments: argparse.Namespace) -> int:
     specification = named(arguments.name) if arguments.name else active()
     if arguments.number is None:
         follow = ["-f"] if arguments.follow else ["--no-pager"]
-        return subprocess.call(["journalctl", "-u", specification.unit, "-n", "200", *follow])
+        return _shown(["journalctl", "-u", specification.unit, "-n", "200", *follow])
     runs = specification.logs.names(".log")[::-1]
     if not 1 <= arguments.number <= len(runs):
         raise RigctlError(f"{specification.logs} has {len(runs)} runs; --run takes 1 (the last) to {len(runs)}")
     follow = ["-f"] if arguments.follow else []
     with specification.logs.open(runs[arguments.number - 1]) as file:
-        return subprocess.call(["tail", "-n", "+1", *follow], stdin=file)
+        return _shown(["tail", "-n", "+1", *follow], stdin=file)
+
+
+def _shown(command: list[str], **how: Any) -> int:
+    """Print what a command says, through the gate for foreign words; its exit code."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, errors="replace", **how) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+    return process.returncode
 
 
 def fall_back(failed: Specification) -> int:
@@ -135,7 +144,7 @@ def fall_back(failed: Specification) -> int:
         text = f"{' and '.join(one.name for one in back)} {'is' if len(back) == 1 else 'are'} started again"
     cause = end.cause or row(failed)["status"]
     record = {"at": time.time(), "failed": failed.name, "cause": cause, "outcome": text}
-    serving().write(Fallback.FILE, record_text({**record, "to": went_back, "began": began}))
+    serving().write(Fallback.FILE, record_text({**record, "to": went_back, "began": began}), 0o640)
     print(f"{failed.name}: {text}", flush=True)
     if back:
         systemctl("start", "--no-block", *(one.unit for one in back))

@@ -23,15 +23,23 @@ from rigctl.nvidia_smi import nvidia_smi
 IN_UNIT = re.compile(r"/kimi-[^/\n]*\.service$", re.MULTILINE)
 
 
-def members() -> list[int]:
-    """The rest of this process's serving unit: the engine with all its descendants, re-parented or not.
+def members(main: int | None = None) -> list[int]:
+    """The rest of a main process's serving unit: the engine with all its descendants, re-parented or not.
 
-    Outside a serving unit none: such a control group is not ours.
+    main: this process, unless given. Outside a serving unit none: such a control group is not ours.
     """
-    mine = control_groups(os.getpid())
+    main = main or os.getpid()
+    mine = control_groups(main)
     if mine is None or not IN_UNIT.search(mine):
         return []
-    return [pid for pid in psutil.pids() if pid != os.getpid() and control_groups(pid) == mine]
+    return [pid for pid in psutil.pids() if pid != main and control_groups(pid) == mine]
+
+
+def engine_processes(main: int | None = None) -> list[int]:
+    """Processes that may get the API key of the unit with this main process; outside a unit its descendants."""
+    with suppress(psutil.Error):
+        return members(main) or [child.pid for child in psutil.Process(main).children(recursive=True)]
+    return []
 
 
 def control_groups(pid: int) -> str | None:

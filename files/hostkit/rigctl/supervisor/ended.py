@@ -65,9 +65,12 @@ def clear(specification: Specification) -> None:
 
 
 def note(place: Place, name: str, content: dict[str, Any]) -> None:
-    """Write a file of what happened, whole or not at all. A full disk is reported and ends nothing."""
+    """Write a file of what happened, whole or not at all. A full disk is reported and ends nothing.
+
+    It may hold lines of the engine's log: as private as that.
+    """
     try:
-        place.write(name, record_text(content))
+        place.write(name, record_text(content), 0o640)
     except OSError as error:
         print(f"not written down: {error.filename or place}: {error.strerror}", flush=True)
 

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import requests
+import requests.adapters
+import urllib3.connection
+import urllib3.exceptions
 from prometheus_client.parser import text_string_to_metric_families
 
 from rigctl.contract import layout
 from rigctl.errors import RigctlError
+from rigctl.supervisor.activity import engine_processes
+from rigctl.supervisor.listening import Members, StrangerAnswers, accepted_by
 from rigctl.supervisor.specification import Specification
 
 CREDENTIAL = Path(layout.API_KEY)
 GIVEN = Path("/run/credentials")
 """Where systemd keeps the credentials of units that run, readable by root: a directory each."""
-BAD_ANSWERS = (requests.RequestException, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+BAD_ANSWERS = (
+    requests.RequestException,
+    StrangerAnswers,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+)
 """What calls of `Engine` and the reading of an answer raise: nothing came, or what came may be anything."""
+ACCEPT_SECONDS = 60.0
+"""So long a connection may wait to be accepted; an engine on a busy processor has been seen to take seconds."""
 
 
 def api_key(unit: str) -> str | None:
@@ -65,16 +82,66 @@ class Speculation:
         return self.accepted / self.drafted if self.drafted else None
 
 
-class Engine:
-    """One engine's HTTP interface. Every call may raise one of BAD_ANSWERS."""
+class _OursAlone(requests.adapters.HTTPAdapter):
+    """Connections over which nothing is sent before a process of the unit is known to have accepted them."""
 
-    def __init__(self, specification: Specification, key: str | None = None) -> None:
+    def __init__(self, processes: Members) -> None:
+        super().__init__()
+
+        class Proved(urllib3.connection.HTTPConnection):
+            def connect(self) -> None:
+                super().connect()
+                seconds = self.timeout if isinstance(self.timeout, int | float) else ACCEPT_SECONDS
+                try:
+                    if isinstance(self.sock, socket.socket):
+                        accepted_by(self.sock, processes, min(seconds, ACCEPT_SECONDS))
+                except TimeoutError as error:
+                    self.close()
+                    raise urllib3.exceptions.ConnectTimeoutError(self, str(error)) from None
+                except StrangerAnswers:
+                    self.close()
+                    raise
+
+        class Pool(urllib3.HTTPConnectionPool):
+            ConnectionCls = Proved
+
+        self.poolmanager.pool_classes_by_scheme = {"http": Pool}
+
+
+class Engine:
+    """One engine's HTTP interface. Every call may raise one of BAD_ANSWERS.
+
+    With a key it talks to nobody but `processes`, those of the unit; the engine that this process supervises, unless
+    given.
+    """
+
+    def __init__(
+        self, specification: Specification, key: str | None = None, processes: Members = engine_processes
+    ) -> None:
         self.specification = specification
         self.listening = False  # whether `ready` has seen it answer at all
+        self.key, self._processes = key, processes
         self._session = requests.Session()
         self._session.trust_env = False  # no proxy stands between rigctl and this machine
         if key:
             self._session.headers["Authorization"] = f"Bearer {key}"
+            self._session.mount("http://", _OursAlone(processes))
+
+    def anew(self) -> Engine:
+        """The same engine over a connection of its own: sessions are not made for threads."""
+        return Engine(self.specification, self.key, self._processes)
+
+    def prove(self, seconds: float = 5) -> int:
+        """The process that accepts a connection to the engine now, for a client that connects by itself.
+
+        Raises requests.ConnectionError; StrangerAnswers.
+        """
+        endpoint = self.specification.endpoint
+        try:
+            with socket.create_connection((endpoint.reached_at, endpoint.port), seconds) as connection:
+                return accepted_by(connection, self._processes, seconds)
+        except OSError as error:
+            raise requests.ConnectionError(f"{endpoint.address}: {error}") from None
 
     def models(self, timeout: float = 5) -> list[str]:
         """Names of the served models."""
@@ -103,6 +170,8 @@ class Engine:
             self.models(timeout)
             self.listening = True
             return self._get("/health", max(timeout, 25)).ok
+        except StrangerAnswers:
+            raise  # the engine cannot have its port any more
         except BAD_ANSWERS:
             return False
 
@@ -152,6 +221,20 @@ class Engine:
         response = self._session.get(self.specification.base_url + path, timeout=timeout)
         response.raise_for_status()
         return response
+
+
+def engine_of(specification: Specification) -> Engine:
+    """The engine of a unit, asked from outside: the unit's processes, as systemd knows them, get the key, nobody else.
+
+    Raises RigctlError for a key that cannot be used.
+    """
+
+    def processes() -> list[int]:
+        command = ["systemctl", "show", "--value", "--property=MainPID", specification.unit]
+        main = subprocess.run(command, capture_output=True, errors="replace", check=False).stdout.strip()
+        return engine_processes(int(main)) if main.isdigit() and int(main) else []
+
+    return Engine(specification, api_key(specification.unit), processes)
 
 
 @dataclass(frozen=True)

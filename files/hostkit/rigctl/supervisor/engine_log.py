@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import BinaryIO
 
+from rigctl.contract.foreign import one_line, printable
 from rigctl.guarded import Place
 from rigctl.supervisor.load_phases import phase_of
 
@@ -20,6 +21,8 @@ _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): |^CUDA error|^Subproces
 # SGLang 0.5.16: once a process of its own has died it waits five seconds and then kills its whole tree with SIGKILL.
 _STAMP = re.compile(r"^\[[^]]*\d\d:\d\d:\d\d[^]]*\] ")
 _CHILD = re.compile(r"[Ss]igquit from a child process|SIGQUIT received\.|Subprocess \S+ .*crashed")
+SHORTEST_SECRET = 4
+"""Shorter ones are found in anything: they are not masked."""
 _LONGEST = 16384  # bytes of one line; the rest goes to the next
 
 
@@ -33,7 +36,7 @@ class EngineLog:
         self,
         engine: str,
         harmless: Sequence[str],
-        secret: str | None,
+        secrets: Sequence[str],
         file: RunFile,
         journal: BinaryIO | None = None,
     ) -> None:
@@ -43,7 +46,7 @@ class EngineLog:
         self.last_error: str | None = None
         self.child_failed = False
         self._engine, self._harmless, self._file = engine, harmless, file
-        self._secret = secret.encode() if secret else None
+        self._secrets = [secret.encode() for secret in secrets if len(secret) >= SHORTEST_SECRET]
         self._journal = journal or sys.stdout.buffer
         self._kinds: set[str] = set()
         self._thread: threading.Thread | None = None
@@ -77,9 +80,9 @@ class EngineLog:
         os.close(descriptor)
 
     def _line(self, raw: bytes) -> None:
-        if self._secret:
-            raw = raw.replace(self._secret, b"***")
-        text = raw.decode(errors="replace").rstrip()
+        for secret in self._secrets:
+            raw = raw.replace(secret, b"***")
+        text = printable(raw.decode(errors="replace").rstrip(), keep="\t")
         if not text:
             return
         harmless = any(mark in text for mark in self._harmless)
@@ -90,8 +93,8 @@ class EngineLog:
         shown = (HARMLESS + text if harmless else text).encode()
         self._file.write(shown + b"\n")
         try:
-            # sd-daemon(3): a line's priority, debug here.
-            self._journal.write((b"<7>" if harmless else b"") + shown + b"\n")
+            # sd-daemon(3): a line's priority, debug here; one that begins so itself does not choose its own.
+            self._journal.write((b"<7>" if harmless else b"<6>" if shown.startswith(b"<") else b"") + shown + b"\n")
             self._journal.flush()
         except OSError:
             pass  # the journal is gone; the engine must not stop for it
@@ -105,11 +108,11 @@ class EngineLog:
             self._kinds.add(kind)
             self.news += 1
         if not harmless:
-            self.last_words.append(text[:300])
+            self.last_words.append(one_line(text))
             bare = _STAMP.sub("", text)
             self.child_failed |= bool(_CHILD.search(bare))
             if _ERROR.match(bare):
-                self.last_error = bare[:200]
+                self.last_error = one_line(bare, 200)
 
 
 class RunFile:

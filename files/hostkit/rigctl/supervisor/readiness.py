@@ -12,7 +12,9 @@ from typing import Any
 
 import requests
 
+from rigctl.contract.foreign import one_line
 from rigctl.contract.limits import Limits
+from rigctl.errors import RigctlError
 from rigctl.supervisor.engine_client import BAD_ANSWERS, Engine, Speculation
 
 QUESTION = [{"role": "user", "content": "In one sentence: what is a token?"}]
@@ -129,7 +131,7 @@ def _routes(engine: Engine, stranger: Engine) -> dict[str, Any]:
 def _identity(engine: Engine) -> dict[str, Any]:
     models = engine.models()
     if engine.specification.model not in models:
-        raise NotAccepted(f"identity: serves {', '.join(models)}, not {engine.specification.model}")
+        raise NotAccepted(f"identity: serves {one_line(', '.join(models))}, not {engine.specification.model}")
     return {"model": engine.specification.model}
 
 
@@ -168,7 +170,8 @@ def _tool_call(engine: Engine) -> dict[str, Any]:
     except ValueError:
         raise NotAccepted(f"tool_call: arguments are no JSON: {function['arguments'][:80]!r}") from None
     if function["name"] != "get_weather" or not isinstance(arguments, dict):
-        raise NotAccepted(f"tool_call: {function['name']}({function['arguments'][:80]}) was not asked for")
+        called = one_line(f"{function['name']}({function['arguments']})", 160)
+        raise NotAccepted(f"tool_call: {called} was not asked for")
     return {"name": function["name"]}
 
 
@@ -214,14 +217,16 @@ def degenerate(text: str, limits: Limits) -> str | None:
     if len(words) >= limits.repeated_words:
         word, count = Counter(words).most_common(1)[0]
         if count > limits.repeated_share * len(words):
-            return f"{word!r} is {count} of its {len(words)} words"
+            return f"{one_line(word, 40)!r} is {count} of its {len(words)} words"
     return None
 
 
 def reason(error: Exception) -> str:
     """One of BAD_ANSWERS in a few words."""
+    if isinstance(error, RigctlError):
+        return str(error)
     if not isinstance(error, requests.RequestException) or isinstance(error, ValueError):
         return f"what came is not as the protocol has it: {error!r}"[:160]
     if error.response is not None:
-        return f"HTTP {error.response.status_code}: {error.response.text[:120]}"
+        return f"HTTP {error.response.status_code}: {one_line(error.response.text, 120)}"
     return type(error).__name__

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from rigctl.checkpoints.precheck import identities
+from rigctl.contract import layout
+from rigctl.contract.foreign import one_line
 from rigctl.contract.happened import record_text
 from rigctl.errors import RigctlError
 from rigctl.notification import notify
@@ -38,6 +40,7 @@ TICK_SECONDS = 1.0
 SAY_SECONDS = 10.0  # between two signs of life to systemd
 EXTEND_SECONDS = 120
 ALIVE = "WATCHDOG=1"  # wanted also while the unit stops: systemd counts on until the end (sd_notify(3))
+STATUS_LETTERS = 1000
 GIVE_UP = 78  # the unit's RestartPreventExitStatus=: another try would end the same
 # systemd takes an end by one of the first three for a stop that was asked for (systemd.service(5), SuccessExitStatus=).
 SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
@@ -62,9 +65,24 @@ def run(arguments: argparse.Namespace) -> int:
     except RigctlError as error:
         if specification is not None:
             ended.note(specification.runtime, "cause.json", {"cause": str(error)})
-        notify(f"STATUS={error}")
+        notify(f"STATUS={one_line(error, STATUS_LETTERS)}")
         print(error, flush=True)
         return GIVE_UP
+
+
+def secret_variables() -> dict[str, str]:
+    """Variables of the engine that lie in the unit's credentials: in no unit file, command line or log.
+
+    Raises RigctlError for one that cannot be read.
+    """
+    directory = os.environ.get("CREDENTIALS_DIRECTORY")
+    try:
+        return {
+            path.name.removeprefix(layout.VARIABLE_CREDENTIAL): path.read_text().strip()
+            for path in (Path(directory).glob(f"{layout.VARIABLE_CREDENTIAL}*") if directory else ())
+        }
+    except (OSError, ValueError) as error:
+        raise RigctlError(f"a secret of this configuration cannot be read: {error}; deploy again") from None
 
 
 class Stop(Exception):
@@ -87,7 +105,9 @@ class Supervisor:
         self._engine = Engine(specification, key)
         self._process: subprocess.Popen[bytes] | None = None
         file = RunFile(specification.logs, specification.limits.kept_runs, specification.limits.run_log_mib)
-        self._log = EngineLog(specification.engine, specification.harmless_log, key, file)
+        self._secrets = secret_variables()
+        masked = [*filter(None, (key, *self._secrets.values()))]
+        self._log = EngineLog(specification.engine, specification.harmless_log, masked, file)
         self._patience = Patience(specification.limits)
         self._deaths = Deaths()
         self._said = (0.0, "")
@@ -125,7 +145,7 @@ class Supervisor:
             return self._failed(f"the supervisor failed: {error!r}; `rigctl doctor` packs a report", earlier)
 
     def _failed(self, cause: str, earlier: list[str], *, again: bool = False) -> int:
-        limits = self._specification.limits
+        limits, cause = self._specification.limits, one_line(cause, STATUS_LETTERS)
         # A first start that is not accepted would fail again; one that follows a crash may have met its remains.
         retry = (again or self._accepted or bool(earlier)) and len(earlier) < limits.restarts
         if not retry and earlier:
@@ -157,7 +177,7 @@ class Supervisor:
         self._facts |= {"prechecks": checked, "checkpoints": identities(self._specification)}
 
     def _start(self) -> None:
-        environment = dict(os.environ)
+        environment = {**os.environ, **self._secrets}
         environment.pop("NOTIFY_SOCKET", None)  # the engine must not talk to systemd in our place
         environment.pop("WATCHDOG_PID", None)
         Path(environment.get("HOME", "/")).mkdir(parents=True, exist_ok=True)  # the release's own cache
@@ -310,7 +330,7 @@ class Supervisor:
 
     def _notify(self, state: str, text: str) -> None:
         self._said = (time.monotonic(), text)
-        notify(f"{state}\nSTATUS={text.splitlines()[0] if text else ''}")
+        notify(f"{state}\nSTATUS={one_line(text, STATUS_LETTERS)}")
 
     def _end(self, *, polite: bool) -> None:
         """Drain, ask politely, then end every process that is left."""
