@@ -26,6 +26,7 @@ from pathlib import Path
 import pytest
 
 from rig.facts import remote_script
+from rig.operations.remove_trees import remove_tree
 from rigctl import lock_files
 from rigctl.bench import profile
 from rigctl.checkpoints.progress import Progress
@@ -247,11 +248,11 @@ def test_a_very_deep_tree_ends_no_sweep(host: Host) -> None:
 
 
 def test_a_compressed_trace_does_not_fill_memory(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "TRACE_BYTES", 32 << 20)
+    monkeypatch.setattr(profile, "TRACE_BYTES", 8 << 20)
     directory = Path(str(host.unit.cache), "profile")
     directory.mkdir()
     with (directory / "x.json.gz").open("wb") as file:
-        subprocess.run("head -c 4G /dev/zero | gzip -1", shell=True, stdout=file, check=True)
+        subprocess.run("head -c 256M /dev/zero | gzip -1", shell=True, stdout=file, check=True)
     (directory / "y.json").write_text('{"traceEvents": [' + "{}," * 1_000_000 + "{}]}")
     monkeypatch.setattr(profile, "EVENTS", 1000)
     with within(60), pytest.raises(profile.ProfileFailed):
@@ -309,6 +310,23 @@ def test_everything_is_exchanged_while_root_stages(host: Host, above: bool) -> N
     staging = Staging(host, above=above)
     with racing(ALICE, staging.act), racing(ALICE, staging.act):
         assert repeatedly(staging.work) > 3
+
+
+def test_the_way_to_a_checkpoint_is_exchanged_while_root_removes_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = Staging(host, above=True)
+    (host.precious / "m").mkdir()
+    (host.precious / "m" / "kept").write_text(SECRET)
+    host.before = look(host.precious)
+    monkeypatch.chdir("/")
+    with racing(ALICE, staging.act), racing(ALICE, staging.act):
+
+        def work() -> None:
+            with suppress(OSError):
+                remove_tree(str(host.models / "m"))
+
+        assert repeatedly(work) > 10
 
 
 def test_files_of_a_checkpoint_are_exchanged_while_root_reads_them(host: Host) -> None:
