@@ -238,7 +238,7 @@ def test_what_the_previous_version_began_goes_on(ground: Ground) -> None:
     assert ground.progress.fetched == made.total - entry.size and journal
 
 
-ODD = ["pipe", "link", "dangling", "directory", "socket"]
+ODD = ["pipe", "link", "second name", "dangling", "directory", "socket"]
 
 
 @pytest.mark.parametrize("kind", ODD)
@@ -249,6 +249,7 @@ def test_what_is_adopted_is_read_for_what_it_is(ground: Ground, kind: str, name:
     os.chown(ground.destination, ALICE, ALICE)
     (ground.destination / name).unlink(missing_ok=True)
     lay(kind, ground.destination / name, ground.precious / "shadow")
+    os.chown(ground.destination / name, ALICE, ALICE, follow_symlinks=False) if kind != "second name" else None
     with within(20):
         try:
             outcome: Outcome | None = ground.job(source={"kind": "directory"}).adopt()
@@ -332,10 +333,30 @@ def test_an_uninstall_removes_what_was_staged_and_follows_nobody(ground: Ground)
     assert remove(ground.models / "m").returncode == 0 and not (ground.root / "m").exists()
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link", "endless"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "second name", "endless"])
 def test_the_facts_of_a_host_hold_nothing_of_root(ground: Ground, kind: str) -> None:
     ground.give("of another user")
     lay(kind, ground.models / "config.json", ground.precious / "shadow")
+    os.chown(ground.models / "config.json", ALICE, ALICE, follow_symlinks=False) if "link" in kind else None
     with within(5):
         assert remote_script.model(str(ground.models))["config"] is None
     assert str(ground.models / "config.json") in remote_script.unknown
+
+
+def test_files_that_a_group_alone_may_read_are_read_where_they_lie(ground: Ground) -> None:
+    """The version before this one adopted them, and the engine's user may be in that group."""
+    shutil.copytree(ground.source, ground.destination)
+    for path in ground.destination.rglob("*"):
+        path.chmod(0o750 if path.is_dir() else 0o640)
+    ground.give("of another user")
+    assert ground.job(source={"kind": "directory"}).adopt().state == "adopted"
+
+
+def test_root_may_be_another_user_on_a_network_file_system(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it makes there is that user's (root_squash), and is continued."""
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    meanwhile(monkeypatch, lambda: (_ for _ in ()).throw(RigctlError("the line is cut")))
+    with pytest.raises(RigctlError, match="the line is cut"):
+        ground.job(workers=1).stage()
+    assert ground.partial.exists() and ground.job(read_only=True).stage().state == "staged"
+    assert stat.S_IMODE(ground.destination.stat().st_mode) == 0o555

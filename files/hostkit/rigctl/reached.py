@@ -108,17 +108,17 @@ def _names(path: str) -> list[str]:
 def readable(path: Path) -> Iterator[FileIO]:
     """A regular file for reading; a pipe is never waited for. Raises OSError, Unsafe.
 
-    Root reads what another user leads it to only where that user, or everyone, may read it too.
+    Root reads what another user's link, or a second name of a file, leads it to only where that user, or everyone, may
+    read it too. Without one, what is found lies where the path says, whoever can write there.
     """
     with reached(path) as way:
         descriptor = opened(way.directory, way.name, str(path))
-        led = way.links or way.shared
-        owners = way.owners if os.geteuid() == 0 else None
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise Unsafe("it is no regular file", str(path))
-        if led and owners is not None and not status.st_mode & stat.S_IROTH and status.st_uid not in owners:
+        led = [*way.links, *(way.shared if status.st_nlink > 1 else ())]
+        if led and not os.geteuid() and not status.st_mode & stat.S_IROTH and status.st_uid not in way.owners:
             raise Unsafe(f"others choose what lies there ({', '.join(led)}), and not everyone may read it", str(path))
         yield file
 

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import stat
 import threading
 from collections.abc import Iterator
@@ -116,7 +117,7 @@ class Workplace:
         self._held.callback(os.close, inside)
         status = os.fstat(inside)
         # Made with 0700 by every version: whoever else could write in it chooses what we delete and publish.
-        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        if status.st_mode & 0o022 or (status.st_uid != os.geteuid() and status.st_uid != made_as(inside)):
             return False
         if way.shared:
             self.led = ", ".join(f"{path} {why}" for path, why in way.shared.items())
@@ -237,7 +238,7 @@ class Workplace:
     def close(self, *, read_only: bool) -> None:
         """Take the write bit off the published directory: this run's, or the one that an earlier run published."""
         with self.published() if self._published < 0 else contextlib.nullcontext(self._published) as directory:
-            if os.fstat(directory).st_uid == os.geteuid():
+            if os.fstat(directory).st_uid == os.fstat(self._inside).st_uid:
                 os.fchmod(directory, 0o555 if read_only else 0o755)
 
     def put(self, path: str) -> Seen:
@@ -275,6 +276,16 @@ class Workplace:
         there = os.stat(self.shown.name, dir_fd=self._beside, follow_symlinks=False)
         if os.path.samestat(there, os.fstat(self._inside)):
             os.rmdir(self.shown.name, dir_fd=self._beside)
+
+
+def made_as(directory: int) -> int:
+    """Who owns what we make there: on a network file system root may be another user (exports(5), root_squash)."""
+    name = f".{secrets.token_hex(8)}"
+    os.mkdir(name, 0o700, dir_fd=directory)
+    try:
+        return os.stat(name, dir_fd=directory, follow_symlinks=False).st_uid
+    finally:
+        os.rmdir(name, dir_fd=directory)
 
 
 def part_name(entry: File) -> str:
