@@ -1,11 +1,13 @@
 """What a plan needs of its host, and what stands against it: space, memory, driver, reboot. Pure but for manifests."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from rig.artifacts.checkpoint_orders import expected_bytes
 from rig.artifacts.units import engine_environment
 from rig.host.live_settings import reboot_needed, reboot_recommended
-from rig.host.memory_fit import MIB, Fit, Model, configuration_fit
+from rig.host.memory_fit import MIB, Fit, configuration_fit
+from rig.host.model_memory import Model, Unaccounted
 from rig.host.nvidia_driver import Action, DriverStep, driver_step, minimum_driver
 from rig.host.preflight import SHM, Finding, Needs, preflight
 from rig.plan.host_plan import HostPlan
@@ -68,38 +70,45 @@ def _yet_to_write(plan: HostPlan) -> Iterator[tuple[str, int]]:
 
 
 def fits(plan: HostPlan) -> tuple[tuple[Fit, ...], dict[str, str]]:
-    """The memory account of each configuration, and those without one: name -> checkpoint that is not known.
+    """The memory account of each configuration, and those without one: name -> what is missing.
 
     A checkpoint that is not on the host yet is known by its catalogue entry's shape. A target that does not fit alone
     has an account whatever its drafter is.
     """
     memory = min((card.memory_mib for card in plan.decision.cards if card.memory_mib), default=0)
-    accounts, unknown = [], {}
+    accounts: list[Fit] = []
+    unknown: dict[str, str] = {}
     for name, entry in plan.serving.items():
-        if not (entry.gpus and memory and entry.memory_fraction):
+        if not (entry.gpus and memory):
             continue
-        target = _model(plan, entry.target)
-        if target is None:
-            unknown[name] = entry.target
+        if not entry.memory_fraction:
+            unknown[name] = "its share of a card's memory is not decided: its entry names no memory_fraction"
             continue
-        drafter = _model(plan, entry.speculation.drafter) if entry.speculation else None
         engine = plan.environments[entry.release].release.engine
-        budget = int(entry.memory_fraction * memory * MIB)
-        account = configuration_fit(name, entry, engine, budget, (target, drafter))
-        if entry.speculation and drafter is None and account.starts:
-            unknown[name] = entry.speculation.drafter
-        else:
-            accounts.append(account)
+        account = partial(configuration_fit, name, entry, engine, int(entry.memory_fraction * memory * MIB))
+        drafter = entry.speculation.drafter if entry.speculation else None
+        of = entry.target
+        try:
+            target = _model(plan, entry.target)
+            alone = account((target, None))
+            of = drafter or of
+            accounts.append(account((target, _model(plan, drafter))) if drafter and alone.starts else alone)
+        except Unaccounted as why:
+            unknown[name] = f"{of}: {why}"
     return tuple(accounts), unknown
 
 
-def _model(plan: HostPlan, checkpoint: str) -> Model | None:
+def _model(plan: HostPlan, checkpoint: str) -> Model:
+    """A checkpoint as the host has it, else as its entry describes it. Raises Unaccounted."""
     entry = plan.checkpoints[checkpoint]
+    cache = entry.memory.cache if entry.memory else ()
+    if (found := plan.facts.models.get(plan.checkpoint_paths[checkpoint])) is not None:
+        return Model(found[0], found[1], cache)
     size = expected_bytes(checkpoint, entry)
-    of_catalogue = Model(entry.shape, total=size) if entry.shape and size else None
-    found = plan.facts.models.get(plan.checkpoint_paths[checkpoint])
-    on_host = Model(found[0], total=found[1]) if found is not None else None
-    return on_host if on_host is not None and on_host.known else of_catalogue
+    if not ((entry.shape or cache) and size):
+        lacking = "bytes" if entry.shape or cache else "shape"
+        raise Unaccounted(f"no config.json of it was read on the host, and its entry says no {lacking}")
+    return Model(entry.shape, size, cache)
 
 
 def running_configurations(plan: HostPlan) -> list[str]:

@@ -29,6 +29,7 @@ from pydantic import (
     model_validator,
 )
 
+from rig.catalog.kept_layers import Memory
 from rig.catalog.yaml_source import CatalogError, Document, load
 from rigctl.contract.checkpoint_job import Role
 from rigctl.contract.environment_build import Index
@@ -256,8 +257,10 @@ class Checkpoint(Entry):
     """Drafters only: the targets it may serve; another target is allowed and told."""
     bytes: Annotated[int, Field(ge=1)] | None = None
     """Of all its files, for the space it will need while there is no manifest (inventory/manifests)."""
-    shape: dict[str, int] = {}
-    """Keys of its config.json, for the memory account before it is on the host (rig/host/memory_fit.py names them)."""
+    shape: dict[str, int | bool | str | list[int] | list[str]] = {}
+    """Keys of its config.json, for the memory account before it is on the host (docs/reference/memory.md)."""
+    memory: Memory | None = None
+    """What its layers keep for a request, where config.json misleads."""
     training: Training = Training()
     provenance: Provenance = Provenance()
     notes: str = ""

@@ -68,7 +68,7 @@ class Needs:
     """Bytes yet to be written below each path; the paths must be among the facts'."""
     fits: tuple[Fit, ...] = ()
     not_accounted: Mapping[str, str] = field(default_factory=dict)
-    """Configurations whose memory cannot be accounted for yet: name -> checkpoint whose config is not known."""
+    """Configurations whose memory cannot be accounted for: name -> what is missing."""
     cuda_home: str | None = None
     """The CUDA toolkit that the operator named."""
     without_nvcc: tuple[str, ...] = ()
@@ -286,17 +286,22 @@ def _secure_boot(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator
 
 def _memory(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
     for one in needs.fits:
-        if not one.starts:
-            remedy = "lower context_length, raise memory_fraction, or take an FP8 cache where the engine has one"
-            if one.for_cache <= 0:
-                remedy = "raise tensor_parallel, or take a smaller checkpoint"
+        remedy = "lower context_length, raise memory_fraction, or take an FP8 cache where the engine has one"
+        if one.tokens >= one.context:
+            remedy = "lower max_running_requests"
+        if one.for_cache <= 0:
+            remedy = "raise tensor_parallel, or take a smaller checkpoint"
+        if one.refused:
             yield _error("memory-fit", f"{one.name} does not fit: {one}", remedy)
+        elif not one.starts:
+            message = f"{one.name} may not fit (what activations and graphs take is an estimate): {one}"
+            yield _warning("memory-tight", message, f"if it does not start, {remedy}")
         elif one.tokens < 2 * one.context:
             many = "one request of full length" if one.fits else "no request of full length"
             yield _warning("memory-tight", f"{one.name} has room for {many}: {one}")
-    for checkpoint in sorted(set(needs.not_accounted.values())):
-        names = ", ".join(name for name, of in needs.not_accounted.items() if of == checkpoint)
-        yield _note("memory-unknown", f"whether it fits is not known before {checkpoint} is on the host: {names}")
+    for missing in sorted(set(needs.not_accounted.values())):
+        names = ", ".join(name for name, why in needs.not_accounted.items() if why == missing)
+        yield _note("memory-unknown", f"whether {names} fits into memory is not known: {missing}")
     shm = facts.paths.get(SHM)
     if needs.releases_on("cuda") and shm is not None and shm.free < SHM_WANTED:
         yield _warning(

@@ -82,6 +82,7 @@ ELSEWHERE: dict[str, str] = {
     "Checkpoint.targets": "no engine: a note of the plan where another target is used",
     "Checkpoint.bytes": "no engine: space that the preflight asks for",
     "Checkpoint.shape": "no engine: the memory account before the checkpoint is there",
+    "Checkpoint.memory": "no engine: the memory account where config.json misleads",
     "Checkpoint.training": "tests/sandbox/test_sources.py::"
     "test_layer_ids_stand_beside_the_drafter_where_the_engine_reads_them",
     "Checkpoint.provenance": "no engine: for people",

@@ -153,6 +153,9 @@ def test_explain_refuses_an_inventory_that_is_not_there(capsys: pytest.CaptureFi
     assert "there is no inventory file inventory/nosuch.py" in capsys.readouterr().err
 
 
+NO_DRAFTER = "custom-drafter: no config.json of it was read on the host, and its entry says no shape"
+
+
 def test_configurations_on_the_host_are_accounted_for(tmp_path: Path) -> None:
     config = {"text_config": CONFIG["text_config"]}
     document = json.loads(TURIN.read_text())
@@ -165,8 +168,10 @@ def test_configurations_on_the_host_are_accounted_for(tmp_path: Path) -> None:
     plan = plan_from_facts(data("gpu", configurations=names), parse_host(json.dumps(document)))
     (fit,), unknown = fits(plan)
     assert (fit.name, fit.fits, fit.context) == ("vllm-base", True, 32768)
-    assert unknown == {"vllm-eagle3-custom": "custom-drafter"}
-    assert "memory-unknown" in {one.code for one in findings(plan)}
+    assert unknown == {"vllm-eagle3-custom": NO_DRAFTER}
+    assert f"whether vllm-eagle3-custom fits into memory is not known: {NO_DRAFTER}" in {
+        one.message for one in findings(plan)
+    }
     document["models"][0]["bytes"] *= 2
     plan = plan_from_facts(data("gpu", configurations=names), parse_host(json.dumps(document)))
     assert "memory-fit" in {one.code for one in findings(plan)}
@@ -175,7 +180,7 @@ def test_configurations_on_the_host_are_accounted_for(tmp_path: Path) -> None:
 def test_a_target_that_does_not_fit_alone_is_a_finding_before_its_drafter_is_known() -> None:
     names = ["vllm-eagle3-custom", "sglang-eagle3-custom"]
     plan = plan_from_facts(data("gpu", configurations=names), parse_host(TURIN.read_text()))
-    assert fits(plan) == ((), dict.fromkeys(names, "custom-drafter"))
+    assert fits(plan) == ((), dict.fromkeys(names, NO_DRAFTER))
     halved = {name: one.model_copy(update={"tensor_parallel": 4}) for name, one in plan.serving.items()}
     accounts, unknown = fits(replace(plan, serving=halved))
     assert unknown == {}

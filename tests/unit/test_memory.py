@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rig.catalog.entries import load_catalog
-from rig.host.memory_fit import MIB, Model, configuration_fit
+from rig.host.memory_fit import MIB, configuration_fit
+from rig.host.model_memory import Model, Share, Unaccounted
 
 # moonshotai/Kimi-K2.5 config.json, text_config.
 CONFIG = {
@@ -82,6 +84,7 @@ def kimi() -> Iterator[Tensor]:
 
 
 HEADERS = tuple(kimi())
+EIGHT = Share(attention=8, experts=8)
 KIMI = Model(CONFIG, total=sum(one.size for one in HEADERS))
 
 
@@ -93,14 +96,17 @@ def test_shapes_add_up_to_the_published_size() -> None:
 def test_from_headers_and_from_the_manifests_total_agree() -> None:
     from_headers = sum(one.size if REPLICATED.search(one.name) else -(-one.size // 8) for one in HEADERS)
     assert 74.4e9 < from_headers < 77e9
-    assert KIMI.weights(8) == pytest.approx(from_headers, rel=0.002)
+    assert KIMI.weights(EIGHT) == pytest.approx(from_headers, rel=0.002)
 
 
 def test_cache_of_a_token() -> None:
-    assert KIMI.kv_per_token(8) == 61 * 576 * 2
-    assert KIMI.kv_per_token(8, width=1, context_parallel=8) == 61 * 72
-    assert Model(DRAFTER).kv_per_token(8) == 2 * 8 * 128 * 2
-    assert Model({**DRAFTER, "num_key_value_heads": 2}).kv_per_token(8) == 2 * 128 * 2
+    assert KIMI.request(1, EIGHT) == 61 * 576 * 2
+    assert KIMI.request(8, Share(attention=8, cache="fp8", context=8)) == 61 * 576
+    assert Model(DRAFTER).request(1, EIGHT) == 2 * 8 * 128 * 2
+    # Two heads on eight ranks: each rank holds one of them, whole.
+    assert Model({**DRAFTER, "num_key_value_heads": 2}).request(1, EIGHT) == 2 * 128 * 2
+    # What speculators writes stands one level deeper.
+    assert Model({"transformer_layer_config": DRAFTER}).request(1, EIGHT) == 2 * 8 * 128 * 2
 
 
 @pytest.mark.parametrize(("flags", "published"), [({}, 190_000), ({"kv-cache-dtype": "fp8"}, 449_600)])
@@ -142,12 +148,11 @@ VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_s
 def test_an_odd_config_is_unknown_and_never_a_traceback(config: dict[str, Any]) -> None:
     """A host may hold any config.json."""
     model = Model(config, total=10**12)
-    model.weights(8)
-    if model.known:
-        entry = load_catalog().serving["vllm-base"]
-        assert configuration_fit("x", entry, "vllm", 90 * 10**9, (model, model)).tokens >= 0
+    entry = load_catalog().serving["vllm-base"]
+    with contextlib.suppress(Unaccounted):
+        assert configuration_fit("x", entry, "vllm", 90 * 10**9, (model, model)).request > 0
 
 
 def test_a_config_that_says_nothing_of_its_cache_has_no_account() -> None:
-    assert Model(CONFIG).known and Model(DRAFTER).known
-    assert not Model({"text_config": {"num_hidden_layers": "61", "kv_lora_rank": 512}}).known
+    with pytest.raises(Unaccounted, match=r"num_hidden_layers of its config\.json is '61'"):
+        Model({"text_config": {"num_hidden_layers": "61", "kv_lora_rank": 512}}).request(1, EIGHT)

@@ -147,11 +147,20 @@ def test_held_driver_is_safe_from_unattended_upgrades() -> None:
 
 
 def test_memory_that_does_not_suffice() -> None:
-    small = Fit("vllm-base", 97 * 10**9, 76 * 10**9, 0, 8 * 10**9, 70272, 262144)
-    assert codes(SOUND, replace(NEEDS, fits=(small,)))["memory-fit"] is Severity.ERROR
-    assert codes(SOUND, replace(NEEDS, fits=(replace(small, context=150_000),)))["memory-tight"] is Severity.WARNING
-    assert codes(SOUND, replace(NEEDS, fits=(replace(small, strict=False),)))["memory-tight"] is Severity.WARNING
-    assert not {"memory-fit", "memory-tight"} & set(codes(SOUND, replace(NEEDS, fits=(replace(small, context=32768),))))
+    def found(context: int, **changes: Any) -> dict[str, Severity]:
+        fit = Fit("vllm-base", 97 * 10**9, 76 * 10**9, 0, 8 * 10**9, 70272 * context, context)
+        return codes(SOUND, replace(NEEDS, fits=(replace(fit, **changes),)))
+
+    assert found(262144)["memory-fit"] is Severity.ERROR
+    assert found(150_000)["memory-tight"] is Severity.WARNING
+    assert found(262144, strict=False)["memory-tight"] is Severity.WARNING
+    assert not {"memory-fit", "memory-tight"} & set(found(32768))
+    # 13 GB for the cache are 130 blocks: as many requests may have a state, and no more.
+    assert not {"memory-fit", "memory-tight"} & set(found(32768, block=10**8, running=130))
+    assert found(32768, block=10**8, running=131)["memory-fit"] is Severity.ERROR
+    # Of another model the 8 GB are an estimate: 21 GB without them hold 298,000 tokens.
+    assert found(262144, estimated=True)["memory-tight"] is Severity.WARNING
+    assert found(300_000, estimated=True)["memory-fit"] is Severity.ERROR
 
 
 def test_what_the_operator_names_must_be_reached() -> None:
