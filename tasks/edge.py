@@ -1,4 +1,4 @@
-"""Edge: TLS and API keys on one port, in front of engines on loopback."""
+"""Edge: TLS and API keys on one port, in front of engines on loopback. Its packages and the engines' key: base."""
 
 from pyinfra.api import deploy
 
@@ -20,8 +20,6 @@ def edge(plan: HostPlan) -> None:
         return
     user = layout.EDGE_USER
     tls = plan.edge.tls
-    packages = ["haproxy", *(["openssl"] if tls and tls.authority else []), *(["lego"] if tls and tls.acme else [])]
-    operations.installed(name="Install HAProxy", packages=packages)
     declaration = f'u {user} - "Edge (kimi-rig)" / /usr/sbin/nologin\n'
     present(name="Declare the edge's user", entries=[File(SYSUSERS, declaration.encode())])
     system_users(name=f"Create user {user}", users=[user], declaration=SYSUSERS)

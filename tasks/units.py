@@ -22,10 +22,10 @@ def units(plan: HostPlan) -> None:
     known = [PurePosixPath(file.path).name for file in files if file.path.startswith(f"{layout.UNITS}/")]
     edge = [unit for unit in known if unit.startswith(system.EDGE_UNITS)]
     rollback_states.recorded(name="Record the state for a rollback", record=state_of(plan))
-    present(name="Write units", entries=files)
-    system.retired_units(name="Remove units of removed configurations", keep=known)
     if plan.edge is not None:
         clients_kept(name="Keep clients of engines that run", taken_over=plan.edge.taken_over)
+    present(name="Write units", entries=files)
+    system.retired_units(name="Remove units of removed configurations", keep=known)
     system.units_loaded(name="Load units into systemd", units=[*names, *edge], files=files)
     system.enabled_at_boot(name="Choose what starts at boot", wanted=boot, units=names)
     digests = {name: run_specification(plan, name).known_as for name in plan.serving}

@@ -194,6 +194,13 @@ class Edge:
     taken_over: Mapping[str, Listen]
 
     @property
+    def packages(self) -> list[str]:
+        """Debian packages that it needs."""
+        tls = self.tls
+        more = {"openssl": tls is not None and tls.authority, "lego": tls is not None and tls.acme}
+        return ["haproxy", *(name for name, needed in more.items() if needed)]
+
+    @property
     def key_files(self) -> dict[str, str]:
         """Name -> file on the operator's machine, for each key of `keys` in the host's data that is in one."""
         return {

@@ -56,8 +56,11 @@ COMMAND_KEYS = {"bench_sweep", "bench_configurations", "rollback_to", "rollback_
 
 
 def _service_user(name: str) -> str:
-    if name == "root" or not re.fullmatch(r"[a-z_][a-z0-9_-]{0,30}", name):
-        raise ValueError("the name of a system user, not root: at most 31 lower-case letters, digits, '_' and '-'")
+    if name in ("root", layout.BUILDER, layout.EDGE_USER) or not re.fullmatch(r"[a-z_][a-z0-9_-]{0,30}", name):
+        raise ValueError(
+            "the name of a system user of its own, not root's or another of kimi-rig's: at most 31 lower-case letters, "
+            "digits, '_' and '-'"
+        )
     return name
 
 

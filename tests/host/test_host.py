@@ -249,10 +249,7 @@ NOT_THERE = ["/", "/health", "/metrics", "/invocations", "/tokenize", "/openapi.
 def test_edge_runs_as_deployed(target: Target) -> None:
     if UNIT not in target.state["files"]:
         return
-    for name in (
-        "haproxy",
-        *(["lego"] if target.plan.edge and target.plan.edge.tls and target.plan.edge.tls.acme else []),
-    ):
+    for name in target.plan.edge.packages if target.plan.edge else ["haproxy"]:
         assert target.host.package(name).is_installed, f"package {name} is missing"
     properties = target.host.service(layout.EDGE_UNIT).systemd_properties
     assert properties["ActiveState"] == "active", f"{layout.EDGE_UNIT} is {properties['ActiveState']}"

@@ -101,6 +101,17 @@ def test_a_wrong_type_is_refused_by_its_path(wrong: Any) -> None:
         assert len(said) < 20_000, "a fault is for people, not a copy of the file"
 
 
+@pytest.mark.parametrize("host", ["kimi-1.example.com", "", "fe80::1%eth0", "10.0.0.256"])
+def test_an_engine_listens_on_an_address(host: str) -> None:
+    """A name was looked up after the load, and ended the unit; it is refused before anything starts."""
+    found = document()
+    found["endpoints"][0]["host"] = host
+    with pytest.raises(ContractError, match=r"endpoints\.0\.host: a program listens on an IP address or localhost"):
+        RunSpecification.parse(found, "here")
+    found["endpoints"][0]["host"] = "localhost"
+    RunSpecification.parse(found, "here")
+
+
 def test_an_unknown_key_is_refused_by_its_path() -> None:
     for path, part in CLOSED:
         if isinstance(part, dict):

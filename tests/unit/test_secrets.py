@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rig.catalog.entries import ROOT
-from rig.plan.secrets import SecretError, ask, hand_on, read_secret
+from rig.plan.secrets import SecretError, ask, hand_on, key_digest, read_certificate, read_certificates, read_secret
 from tests.unit.test_converge import GPU_DATA, fake
 
 pytestmark = pytest.mark.slow
@@ -40,6 +40,51 @@ def test_wrong_files(tmp_path: Path, content: str, mode: int, message: str) -> N
     path.chmod(mode)
     with pytest.raises(SecretError, match=message):
         read_secret(str(path), "API key")
+
+
+def private(path: Path, text: str) -> str:
+    path.touch(0o600)
+    path.write_text(text)
+    return str(path)
+
+
+def test_of_a_clients_key_the_digest_is_known(tmp_path: Path) -> None:
+    key = private(tmp_path / "key", "s3cret\n")
+    digest = "1ec1c26b50d5d3c58d9583181af8076655fe00756bf7285940ba3670f99fcba0"
+    assert key_digest(key, "edge.keys.alice") == key_digest(f"sha256:{digest}", "edge.keys.alice") == digest
+    (tmp_path / "key").chmod(0o644)
+    with pytest.raises(SecretError, match=r"edge\.keys\.alice: .* readable by others"):
+        key_digest(key, "edge.keys.alice")
+
+
+CERTIFICATE = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+PRIVATE_KEY = "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"
+
+
+def test_a_certificate_and_its_key_are_one_file(tmp_path: Path) -> None:
+    key = private(tmp_path / "key", PRIVATE_KEY)
+    chain = private(tmp_path / "chain", CERTIFICATE * 2)
+    assert read_certificate(chain, key).decode() == CERTIFICATE * 2 + PRIVATE_KEY
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "mode", "message"),
+    [
+        (CERTIFICATE, PRIVATE_KEY, 0o640, "key of the certificate: .* is readable by others"),
+        (CERTIFICATE, CERTIFICATE, 0o600, "holds no private key"),
+        (CERTIFICATE, PRIVATE_KEY.replace(" PRIVATE", " ENCRYPTED PRIVATE"), 0o600, "without a password"),
+        (PRIVATE_KEY, PRIVATE_KEY, 0o600, "does not begin with a certificate"),
+        ("", PRIVATE_KEY, 0o600, "does not begin with a certificate"),
+        ("\x00\xff", PRIVATE_KEY, 0o600, "does not begin with a certificate"),
+    ],
+)
+def test_wrong_certificates(tmp_path: Path, certificate: str, key: str, mode: int, message: str) -> None:
+    paths = private(tmp_path / "chain", certificate), private(tmp_path / "key", key)
+    (tmp_path / "key").chmod(mode)
+    with pytest.raises(SecretError, match=message):
+        read_certificate(*paths)
+    with pytest.raises(SecretError, match="nowhere cannot be read: No such file"):
+        read_certificates("/nowhere")
 
 
 def test_an_absent_file(tmp_path: Path) -> None:
