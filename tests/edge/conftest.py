@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,6 +30,14 @@ from tests.support.plans import INVENTORY, gpu_plan
 
 ENGINE_KEY = "the-engines-own-key"
 NAME = "localhost"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs() -> None:
+    """What the tests start is there."""
+    missing = [name for name in (HAPROXY, "openssl", "lego", "pebble") if shutil.which(name) is None]
+    if missing:
+        pytest.exit(f"{', '.join(missing)} missing: apt-get install haproxy openssl lego pebble", returncode=1)
 
 
 @pytest.fixture(autouse=True)
