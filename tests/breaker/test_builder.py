@@ -19,7 +19,7 @@ HOME = "/srv/breaker"
 RUN = f"{layout.HOSTKIT}/current/venv/bin/python -I -c"
 START = f"import subprocess, sys; from pathlib import Path; sys.path.insert(0, '{layout.HOSTKIT}/current'); "
 START += "from rigctl import builder; "
-WITHOUT_NETWORK, WITH_NETWORK = 1.0, 1.6
+WITHOUT_NETWORK, WITH_NETWORK = 1.0, 1.4
 """Exposure by systemd-analyze of systemd 252."""
 
 
