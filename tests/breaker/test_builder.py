@@ -18,7 +18,7 @@ __all__ = ["bare_box"]
 HOME = "/srv/breaker"
 RUN = f"{layout.HOSTKIT}/current/venv/bin/python -I -c"
 START = f"import subprocess, sys; from pathlib import Path; sys.path.insert(0, '{layout.HOSTKIT}/current'); "
-START += "from rigctl import builder; "
+START += "from rigctl import builder\n"
 WITHOUT_NETWORK, WITH_NETWORK = 1.0, 1.4
 """Exposure by systemd-analyze of systemd 252."""
 
