@@ -5,6 +5,7 @@ What takes effect at boot is staged and marked pending: no serving unit starts b
 
 from pyinfra.api import deploy
 
+from rig.artifacts.disk import disk
 from rig.artifacts.host_checks import driver_decision, findings, reboot_due, reboot_reasons
 from rig.host.nvidia_driver import Action
 from rig.host.system_files import POWER_UNIT, host_files, unwanted_files
@@ -20,7 +21,7 @@ REBOOT_SECONDS = 1800  # memory training of a host with 24 DIMMs takes many minu
 def host(plan: HostPlan) -> None:
     settings, step = plan.settings, driver_decision(plan)
     files = host_files(settings, plan.facts)
-    operations.checked(name="Check what could fail later", findings=findings(plan))
+    operations.checked(name="Check what could fail later", findings=findings(plan), account=disk(plan))
     if files:
         present(name="Write host settings", entries=operations.entries(files))
     if plan.facts.gpus:

@@ -1,20 +1,17 @@
 """What a plan needs of its host, and what stands against it: space, memory, driver, reboot. Pure but for manifests."""
 
-from collections.abc import Iterator
 from functools import partial
 
 from rig.artifacts.checkpoint_orders import expected_bytes
+from rig.artifacts.disk import disk
 from rig.artifacts.units import engine_environment
 from rig.host.live_settings import reboot_needed, reboot_recommended
 from rig.host.memory_fit import MIB, Fit, configuration_fit
 from rig.host.model_memory import Model, Unaccounted
 from rig.host.nvidia_driver import Action, DriverStep, driver_step, minimum_driver
-from rig.host.preflight import SHM, Finding, Needs, preflight
+from rig.host.preflight import Finding, Needs, preflight
 from rig.plan.host_plan import HostPlan
 from rigctl.contract import layout
-
-# Unpacked, with pip's copies while it is made (docs/reference/host.md).
-ENVIRONMENT_BYTES = {"cuda": 12_000_000_000, "cpu": 3_000_000_000}
 
 
 def findings(plan: HostPlan) -> list[Finding]:
@@ -26,7 +23,7 @@ def findings(plan: HostPlan) -> list[Finding]:
     needs = Needs(
         serving=plan.serving,
         releases={name: env.release for name, env in plan.environments.items()},
-        space=space(plan),
+        disk=disk(plan),
         fits=accounts,
         not_accounted=unknown,
         # One that a later stage installs is not there yet.
@@ -44,29 +41,6 @@ def findings(plan: HostPlan) -> list[Finding]:
         accept_known_bad=frozenset(plan.data.accept_known_bad),
     )
     return preflight(plan.facts, plan.decision, needs)
-
-
-def space(plan: HostPlan) -> dict[str, int]:
-    """Bytes that a deploy has yet to write, by the path whose free space was read; nothing where none was."""
-    if not plan.facts.paths:
-        return {}
-    asked = [path for path in plan.facts.paths if path not in ("/", SHM)]
-    needed: dict[str, int] = {}
-    for path, size in _yet_to_write(plan):
-        below = max((place for place in asked if f"{path}/".startswith(f"{place}/")), key=len, default=path)
-        needed[below] = needed.get(below, 0) + size
-    return needed
-
-
-def _yet_to_write(plan: HostPlan) -> Iterator[tuple[str, int]]:
-    for name, entry in plan.checkpoints.items():
-        path = plan.checkpoint_paths[name]
-        size = expected_bytes(name, entry)
-        if size is not None and path not in plan.facts.models:
-            yield path, max(0, size - plan.facts.partial.get(path, 0))
-    for environment in plan.environments.values():
-        if environment.path not in plan.facts.environments:
-            yield environment.path, ENVIRONMENT_BYTES[environment.release.accelerator]
 
 
 def fits(plan: HostPlan) -> tuple[tuple[Fit, ...], dict[str, str]]:

@@ -11,7 +11,7 @@ from typing import Any
 from rig.plan.host_plan import canonical_digest
 from rigctl.contract.run_specification import NEWER
 
-REPLACED: Mapping[str, str] = {}
+REPLACED: Mapping[str, str] = {"TimeoutStartSec=12h": "TimeoutStartSec=3min"}
 """Line of a unit's [Service] section -> the line that 0.2.0 wrote instead; "": it had none."""
 
 

@@ -202,6 +202,15 @@ def conflicts(plan: HostPlan, name: str) -> list[str]:
     )
 
 
+def cache_directory(plan: HostPlan, name: str) -> str:
+    """Where a configuration's engine keeps what it compiles.
+
+    Compiled kernels of one release must never meet another: a new environment starts with an empty cache.
+    """
+    release = plan.serving[name].release
+    return f"{layout.CACHE}/{name}/{release}-{plan.environments[release].path.rpartition('/')[2]}"
+
+
 @cache
 def unit_file(plan: HostPlan, name: str) -> str:
     unit = layout.unit_name(name)
@@ -210,8 +219,7 @@ def unit_file(plan: HostPlan, name: str) -> str:
     release = plan.environments[configuration.release].release
     limits = plan.data.supervision
     environment_path = plan.environments[configuration.release].path
-    # Compiled kernels of one release must never meet another: a new environment starts with an empty cache.
-    cache = f"{layout.CACHE}/{name}/{configuration.release}-{environment_path.rpartition('/')[2]}"
+    cache = cache_directory(plan, name)
     # Compilers at serve time are run by name: ninja lies in the engine's own environment, nvcc in the toolkit.
     engine = engine_environment(plan, configuration)
     compilers = [f"{engine['CUDA_HOME']}/bin"] if "CUDA_HOME" in engine else []

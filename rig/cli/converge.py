@@ -59,8 +59,8 @@ class Change:
 class Plan:
     """What a dry run found.
 
-    By host: why a reboot is pending, notices of what a deploy would disturb or keep, and findings of the preflight
-    that do not end it.
+    By host: why a reboot is pending, notices of what a deploy would disturb or keep, findings of the preflight that do
+    not end it, and its file systems (`document` of rig/host/disk.py).
     """
 
     hosts: list[str]
@@ -68,6 +68,7 @@ class Plan:
     pending: dict[str, str] = field(default_factory=dict)
     notices: dict[str, list[str]] = field(default_factory=dict)
     findings: dict[str, list[str]] = field(default_factory=dict)
+    disk: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
     def refusals(self) -> list[str]:
@@ -95,6 +96,7 @@ class Plan:
                 lines += [f"    - {detail}" for detail in change.details]
             lines += [f"  note: {text}" for text in self.notices.get(host, [])]
             lines += [f"  {text}" for text in self.findings.get(host, [])]
+            lines += [f"  {text}" for one in self.disk.get(host, []) for text in one["lines"]]
             if host in self.pending:
                 lines.append(f"  reboot pending: {self.pending[host]}")
         return "\n".join(lines)
@@ -278,7 +280,10 @@ def plan_of(hosts: list[str], operations: Iterable[dict[str, Any]], entries: Ite
     """The plan in pyinfra's list of operations and the entries of the plan log."""
     details: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     said: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    disk: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
+        if "disk" in entry:
+            disk[entry["host"]] = entry["disk"]
         if "detail" in entry:
             details[entry["host"], entry["operation"]].append(entry["detail"])
         for kind in ("pending", "notice", "finding"):
@@ -290,7 +295,7 @@ def plan_of(hosts: list[str], operations: Iterable[dict[str, Any]], entries: Ite
         for host in [*operation["hosts_with_change"], *operation["hosts_with_conditional_change"]]
     ]
     pending = {host: texts[-1] for host, texts in said["pending"].items()}
-    return Plan(hosts, changes, pending, dict(said["notice"]), dict(said["finding"]))
+    return Plan(hosts, changes, pending, dict(said["notice"]), dict(said["finding"]), disk)
 
 
 def change_hosts(inventory: str, limits: Sequence[str], deploy_file: str, what: str, extra: Sequence[str] = ()) -> None:

@@ -101,6 +101,15 @@ class Checkpoint(Reading):
     partial: Size = 0
 
 
+class Stored(Place):
+    """Something of ours that takes room on it."""
+
+    kind: str
+    name: str
+    bytes: Size | None
+    used: bool
+
+
 class FactsDocument(Reading):
     """The whole document."""
 
@@ -120,6 +129,8 @@ class FactsDocument(Reading):
     glibc: str | None = None
     models: tuple[Checkpoint | None, ...] = ()
     environments: tuple[str, ...] = ()
+    disk: tuple[Stored, ...] = ()
+    kernels: dict[str, bool] = {}
     toolkits: dict[str, str] = {}
     gcc: str | None = None
     accepted: tuple[str, ...] = ()

@@ -214,6 +214,20 @@ class DataPath:
 
 
 @dataclass(frozen=True)
+class DiskUse:
+    """Something of ours on a disk. place.path is where it really lies, name how it was asked for.
+
+    bytes: on disk, a file of several names counted once; None where not known. used: a process names the path.
+    """
+
+    kind: str
+    name: str
+    place: DataPath
+    bytes: int | None = None
+    used: bool = False
+
+
+@dataclass(frozen=True)
 class Unit:
     """A systemd unit that exists on the host."""
 
@@ -241,6 +255,8 @@ class HostFacts:
     numa_nodes: int | None = None
     kernel: str | None = None
     machine: str | None = None
+    kernels: Mapping[str, bool] = field(default_factory=dict)
+    """Installed kernels, and whether there is an nvidia module for each."""
     command_line: tuple[str, ...] | None = None
     iommu_groups: int | None = None
     iommu_types: tuple[str, ...] = ()
@@ -258,6 +274,7 @@ class HostFacts:
     """Bytes that a staging which has not ended has on disk already, by the checkpoint's folder."""
     environments: tuple[str, ...] = ()
     """Folders of the complete engine environments."""
+    disk: tuple[DiskUse, ...] = ()
     toolkits: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
     """Version of nvcc by the folder of its CUDA toolkit."""
     gcc: tuple[int, ...] | None = None
@@ -370,6 +387,7 @@ class _Reader:
             swap=int(memory["SwapTotal"]) > 0 if "SwapTotal" in memory else None,
             numa_nodes=self._numa_nodes(),
             kernel=raw.kernel,
+            kernels=raw.kernels,
             machine=raw.machine,
             command_line=parse_command_line(self.file("/proc/cmdline")),
             iommu_groups=raw.iommu.groups,
@@ -383,6 +401,7 @@ class _Reader:
             models=_models(raw.models),
             partial={one.path: one.partial for one in raw.models if one and one.partial},
             environments=raw.environments,
+            disk=tuple(DiskUse(one.kind, one.name, _data_path(one), one.bytes, one.used) for one in raw.disk),
             toolkits={home: parse_nvcc(text) for home, text in raw.toolkits.items()},
             gcc=version_tuple(raw.gcc) or None,
             sysctls=raw.sysctls,

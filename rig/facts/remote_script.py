@@ -8,7 +8,8 @@ null with its reason under "unknown".
 
 The one argument is a JSON object: {"paths": [data paths], "models": [checkpoint folders], "environments": folder,
 "toolkits": [CUDA toolkit folders], "probes": [URLs], "hubs": {URL: [folders of checkpoints from there]},
-"driver_source": URL, "timeout": seconds}.
+"driver_source": URL, "timeout": seconds, "disk": [[kind, pattern of paths]], "only_disk": true where nothing else is
+asked}.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,8 @@ SYSCTLS = [
     "kernel.pid_max",
     "fs.file-max",
     "net.core.somaxconn",
+    "net.ipv4.ip_local_port_range",
+    "net.ipv4.ip_local_reserved_ports",
 ]
 MODINFO_KEEP = ("filename:", "version:", "license:", "signer:", "vermagic:")
 APT_KEEP = ("APT::Periodic::", "Unattended-Upgrade::Package-Blacklist")
@@ -452,6 +455,65 @@ def model(folder: str) -> dict[str, Any]:
     }
 
 
+def recorded() -> Iterator[tuple[str, str, str]]:
+    """(staged or adopted, name, folder) of the checkpoints that rigctl has a record of."""
+    for path in sorted(glob.glob("/var/lib/kimi-rig/checkpoints/*.json")):
+        try:
+            with open(path) as stream:
+                content = json.load(stream)
+            yield str(content["origin"]), str(content["name"]), str(content["path"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            unknown["record:" + path] = type(error).__name__ + ": " + str(error)
+
+
+def processes() -> str:
+    """The words and the environment of all processes, each followed by a NUL."""
+    texts = []
+    for path in glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/environ"):
+        try:
+            with open(path, errors="replace") as stream:
+                texts.append(stream.read())
+        except OSError:
+            continue  # it has ended
+    return "\0".join(texts)
+
+
+def shown(path: str) -> str:
+    """A path as text, whatever bytes it is of."""
+    return os.fsencode(path).decode(errors="replace")
+
+
+def disk_use(wanted: list[list[str]], table: list[tuple[str, str, str]], limit: float) -> list[dict[str, Any]]:
+    """Bytes on disk of all that the patterns find, and of recorded checkpoints; files of several names count once.
+
+    They count with whatever comes first, in the order of `wanted`. used: a process names the path.
+    """
+    named = [(kind, path, path) for kind, pattern in wanted for path in sorted(glob.glob(pattern))]
+    found: dict[str, tuple[str, str]] = {}
+    for kind, name, path in [*named, *recorded()]:
+        real = os.path.realpath(path)
+        if os.path.exists(real):
+            found.setdefault(real, (kind, name))
+    if not found:
+        return []
+    answer = run(["du", "-s", "-x", "-0", "--block-size=1", "--", *found], limit)
+    if answer["rc"] is None:
+        unknown["disk"] = answer["err"]
+    sizes = {path: int(count) for count, _, path in (row.partition("\t") for row in answer["out"].split("\0") if row)}
+    running = processes()
+    return [
+        {
+            **data_path(real, table),
+            "path": shown(real),
+            "kind": kind,
+            "name": shown(name),
+            "bytes": sizes.get(shown(real)),
+            "used": real + "/" in running or real + "\0" in running,
+        }
+        for real, (kind, name) in found.items()
+    ]
+
+
 def toolkits(named: list[str], limit: float) -> dict[str, str]:
     """What nvcc says of its version, by folder: the toolkits asked for, those in /usr/local, the one on PATH."""
     nvcc = shutil.which("nvcc")
@@ -470,6 +532,19 @@ def ports() -> list[int]:
             if words[3] == "0A":
                 found.add(int(words[1].rsplit(":", 1)[1], 16))
     return sorted(found)
+
+
+def kernels() -> dict[str, bool]:
+    """The installed kernels, and whether there is an nvidia module for each."""
+    found = {}
+    for path in glob.glob("/boot/vmlinuz-*"):
+        version = path.partition("vmlinuz-")[2]
+        try:
+            with open("/lib/modules/" + version + "/modules.dep", errors="replace") as stream:
+                found[version] = "/nvidia.ko" in stream.read()
+        except OSError:
+            continue  # a kernel without modules boots no such host
+    return found
 
 
 def secure_boot() -> bool | None:
@@ -521,11 +596,28 @@ def section(name: str, reader: Callable[..., Any], *arguments: Any) -> Any:
         return None
 
 
+def stored(options: dict[str, Any]) -> dict[str, Any]:
+    """What lies on the disks, and what room there is."""
+    table, limit = section("mounts", mounts) or [], options.get("timeout", 20)
+    asked = ["/", SHM, *options.get("paths", [])]
+    return {
+        "paths": [one for one in (section("paths:" + path, data_path, path, table) for path in asked) if one],
+        "models": [section("model:" + path, model, path) for path in options.get("models", [])],
+        "environments": [
+            os.path.dirname(mark) for mark in sorted(glob.glob(options.get("environments", "") + "/*/*/kimi-rig.json"))
+        ],
+        "disk": section("disk", disk_use, options.get("disk", []), table, limit) or [],
+    }
+
+
 def collect(options: dict[str, Any]) -> dict[str, Any]:
     """The whole document."""
     begin = time.monotonic()
     limit = options.get("timeout", 20)
-    table = section("mounts", mounts) or []
+    if options.get("only_disk"):
+        nothing: dict[str, Any] = {key: {} for key in ("files", "commands", "cpu", "iommu", "sysctls", "probes")}
+        nothing |= {key: [] for key in ("exists", "pci", "device_nodes")}
+        return {"schema": SCHEMA, **nothing, **stored(options), "unknown": unknown}
     devices = section("pci", pci) or []
     facts = {
         "schema": SCHEMA,
@@ -537,26 +629,17 @@ def collect(options: dict[str, Any]) -> dict[str, Any]:
         "pci": devices,
         "cpu": section("cpu", cpus) or {},
         "iommu": section("iommu", iommu) or {},
-        "paths": [
-            one
-            for one in (
-                section("paths:" + path, data_path, path, table) for path in ["/", SHM, *options.get("paths", [])]
-            )
-            if one
-        ],
         "sysctls": {
             name: (read("/proc/sys/" + name.replace(".", "/"), "sysctl:" + name) or "").strip() or None
             for name in SYSCTLS
         },
         "device_nodes": sorted(os.path.basename(path) for path in glob.glob("/dev/nvidia[0-9]*")),
-        "models": [section("model:" + path, model, path) for path in options.get("models", [])],
-        "environments": [
-            os.path.dirname(mark) for mark in sorted(glob.glob(options.get("environments", "") + "/*/*/kimi-rig.json"))
-        ],
+        **stored(options),
         "toolkits": section("toolkits", toolkits, options.get("toolkits", []), limit) or {},
         "gcc": run(["gcc", "-dumpfullversion"], limit)["out"] if shutil.which("gcc") else None,
         "accepted": section("accepted", accepted) or [],
         "ports": section("ports", ports),
+        "kernels": section("kernels", kernels) or {},
         "secure_boot": section("secure_boot", secure_boot),
         "glibc": section("glibc", os.confstr, "CS_GNU_LIBC_VERSION"),
         "probes": section("probes", probes, sources(options, devices)) or {},

@@ -9,6 +9,7 @@ from functools import partial
 from rig.catalog.entries import Configuration, Release
 from rig.facts.host import DataPath, Gpu, HostFacts
 from rig.host.cuda_toolkit import BUILD, SERVE
+from rig.host.disk import FileSystem
 from rig.host.live_settings import reboot_needed, reboot_recommended
 from rig.host.memory_fit import Fit
 from rig.host.settings import TIME_UNIT, Confidence, Kind, kernel_token
@@ -64,8 +65,8 @@ class Needs:
 
     serving: Mapping[str, Configuration] = field(default_factory=dict)
     releases: Mapping[str, Release] = field(default_factory=dict)
-    space: Mapping[str, int] = field(default_factory=dict)
-    """Bytes yet to be written below each path; the paths must be among the facts'."""
+    disk: tuple[FileSystem, ...] = ()
+    """The account of each file system that something is to be written to."""
     fits: tuple[Fit, ...] = ()
     not_accounted: Mapping[str, str] = field(default_factory=dict)
     """Configurations whose memory cannot be accounted for: name -> what is missing."""
@@ -312,22 +313,14 @@ def _memory(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
 
 
 def _space(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
-    by_device: dict[int, list[str]] = {}
-    for path in needs.space:
-        if path in facts.paths:
-            by_device.setdefault(facts.paths[path].device, []).append(path)
-        else:
-            yield _error("space", f"{path}: its free space is not known")
-    for paths in by_device.values():
-        need, place = sum(needs.space[path] for path in paths), facts.paths[paths[0]]
-        if need > place.free:
-            yield _error(
-                "space",
-                f"{' and '.join(paths)} need {need / 1e9:,.0f} GB, {place.mount} has {place.free / 1e9:,.0f} GB free",
-                "free space there, or move the path (inventory/group_data)",
-            )
+    for one in needs.disk:
+        if not one.size:
+            yield _error("space", f"{one.mount}: its free space is not known", "see `make explain` for the reason")
+        elif not one.fits:
+            cure = f"make room ({one.cure})" if one.cure else "make room there"
+            yield _error("space", one.shortage, f"{cure}, or move the path (inventory/group_data)")
     for path, place in facts.paths.items():
-        if path in needs.space or path not in ("/", SHM):
+        if path not in ("/", SHM):
             yield from _file_system(place)
 
 
@@ -341,6 +334,14 @@ def _file_system(place: DataPath) -> Iterator[Finding]:
             yield _warning("ephemeral", f"{place.path} is on {disk.model}, which the provider does not keep")
 
 
+def _lent_out(facts: HostFacts, port: int) -> str:
+    """The range of local ports that a port is in and not reserved from; empty where it is in none."""
+    bounds = [int(one) for one in re.findall(r"\d+", facts.sysctls.get("net.ipv4.ip_local_port_range") or "")]
+    parts = re.findall(r"(\d+)(?:-(\d+))?", facts.sysctls.get("net.ipv4.ip_local_reserved_ports") or "")
+    reserved = any(int(low) <= port <= int(high or low) for low, high in parts)
+    return f"{bounds[0]}-{bounds[1]}" if len(bounds) == 2 and bounds[0] <= port <= bounds[1] and not reserved else ""
+
+
 def _system(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
     for name, release in (needs.releases_on("cuda") | needs.releases_on("cpu")).items():
         if release.minimum_glibc and facts.glibc and facts.glibc < version_tuple(release.minimum_glibc):
@@ -352,6 +353,13 @@ def _system(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
     for port, names in ports.items():
         if facts.ports is not None and port in facts.ports and port not in needs.own_ports:
             yield _warning("port", f"port {port} of {', '.join(names)} is taken", f"see `ss -ltnp sport = :{port}`")
+        if lent := _lent_out(facts, port):
+            yield _warning(
+                "port-lent",
+                f"port {port} of {', '.join(names)} is one that the host gives to outgoing connections ({lent}): a "
+                "start fails while one has it",
+                f"reserve it (net.ipv4.ip_local_reserved_ports={port} in /etc/sysctl.d), or listen on another",
+            )
     for url, why in facts.probes.items():
         if why is not None:
             severity = Severity.ERROR if url in needs.must_reach else Severity.WARNING
@@ -390,8 +398,17 @@ def _rivals(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
     if facts.unattended_upgrades and not _covered("linux-image", held):
         yield _note(
             "unattended-kernel",
-            "unattended upgrades may install a kernel: the next boot takes it, and the driver's module is built for it",
+            "unattended upgrades may install a kernel: the next boot takes it, and DKMS builds the driver's module for "
+            "it where its headers are installed too",
             'put "linux-image" into Unattended-Upgrade::Package-Blacklist to keep this one',
+        )
+    newest = max(facts.kernels, key=lambda one: [int(part) for part in re.findall(r"\d+", one)], default=facts.kernel)
+    if facts.gpus and facts.driver.on_disk and newest != facts.kernel and not facts.kernels[newest or ""]:
+        yield _warning(
+            "kernel-no-driver",
+            f"the next boot takes kernel {newest}, and there is no nvidia module for it: no GPU would answer",
+            f"`apt-get install linux-headers-{newest}` builds it (DKMS); linux-headers-amd64 or linux-headers-generic, "
+            "as the kernel's own package is named, brings those of every later one",
         )
     drivers = [name for name in facts.packages if re.match(r"nvidia-(open|driver|dkms)|cuda-drivers", name)]
     if facts.unattended_upgrades and any(not _covered(name, held) for name in drivers or ["nvidia-open"]):

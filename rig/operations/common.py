@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import socket
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -76,6 +76,11 @@ def found(finding: str) -> None:
     _log(finding=finding)
     if host.state.is_executing:
         logger.warning(f"{host.print_prefix}{finding}")
+
+
+def disks(account: Sequence[Mapping[str, Any]]) -> None:
+    """Tell the plan what lies on the host's disks and what a deploy adds."""
+    _log(disk=account)
 
 
 def _log(**entry: Any) -> None:

@@ -14,13 +14,14 @@ from rig.facts.host import RUNS, HostFacts
 from rig.facts.report import HostReport
 from rig.facts.servers import Servers
 from rig.facts.state import Lines, UnitProperties
+from rig.host.disk import FileSystem
 from rig.host.live_settings import reboot_pending
 from rig.host.nvidia_driver import Action, DriverStep
 from rig.host.preflight import Finding, Severity
 from rig.host.settings import Setting
 from rig.host.system_files import HostFile
 from rig.operations import apt, locks
-from rig.operations.common import Commands, changes, found, note, refuse, remember_packages, script
+from rig.operations.common import Commands, changes, disks, found, note, refuse, remember_packages, script
 from rig.operations.files import Directory, File
 from rig.plan.neighbours import who
 from rigctl.contract import layout
@@ -46,8 +47,9 @@ def entries(files: Sequence[HostFile]) -> list[Directory | File]:
 
 
 @operation()
-def checked(findings: Sequence[Finding]) -> Commands:
+def checked(findings: Sequence[Finding], account: Sequence[FileSystem] = ()) -> Commands:
     """Report everything the preflight found; errors end the deploy, all of them in one message."""
+    disks([one.document() for one in account])
     errors = [str(one) for one in findings if one.severity is Severity.ERROR]
     for one in findings:
         if one.severity is not Severity.ERROR:

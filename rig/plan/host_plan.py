@@ -3,10 +3,11 @@
 The deploy, the verification and the receipt read the same HostPlan, so nothing is written twice.
 """
 
+import glob
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -272,6 +273,7 @@ def questions(data: Mapping[str, Any]) -> dict[str, Any]:
             folder = _checkpoint_path(catalog.checkpoints[name], host)
             hubs.setdefault(source.endpoint or HUB, []).append(folder)
     return {
+        "disk": [[kind, pattern] for kind, pattern in _ours_on_disk(host, folders)],
         "paths": [*paths, *elsewhere],
         "models": folders,
         "environments": host.ml_env,
@@ -280,6 +282,25 @@ def questions(data: Mapping[str, Any]) -> dict[str, Any]:
         "hubs": {url: sorted(of) for url, of in sorted(hubs.items())},
         "driver_source": next((keyring[0] for keyring in host.driver_keyring.values() if keyring), None),
     }
+
+
+def _ours_on_disk(host: HostData, folders: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Kind and pattern of what of ours takes room; a file of several names counts with the first."""
+    base = glob.escape(host.ml_env)
+    yield from (("checkpoint", glob.escape(path)) for path in folders)
+    parents = sorted({host.models, host.drafters, *(path.rpartition("/")[0] for path in folders)})
+    yield from (("staging", f"{glob.escape(parent)}/.*.partial") for parent in parents)
+    yield "current", f"{base}/*/current"
+    yield from (("work", f"{base}/kernels/{name}") for name in ("work", "ccache"))
+    yield "kernels", f"{base}/kernels/store/*"
+    yield "tools", f"{base}/toolchain/*"
+    yield "benchmark", f"{base}/aiperf/*"
+    yield "environment", f"{base}/*/{'[0-9a-f]' * 12}"
+    yield "wheels", f"{base}/.cache"
+    yield "cache", f"{layout.CACHE}/*/*"
+    yield "log", f"{layout.LOGS}/*"
+    yield "states", layout.STATES
+    yield "benchmark", f"{layout.STATE}/bench"
 
 
 def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings) -> HostPlan:
@@ -324,11 +345,28 @@ def _refuse_own_places(paths: Mapping[str, str]) -> None:
 
 
 def refuse_unknown(data: Mapping[str, Any]) -> None:
-    """Raises CatalogError for keys that neither we nor pyinfra read: mistyped, they would silently do nothing."""
+    """Raises CatalogError for keys that neither we nor pyinfra read, which would silently do nothing, and for those of
+    pyinfra's that change how every command runs.
+    """
+    if refused := sorted(data.keys() & pyinfra_arguments() - ARGUMENTS):
+        raise CatalogError(
+            f"host data: {', '.join(refused)}: every verb reaches root by login or by `_sudo: True`; pyinfra's other "
+            "arguments break or skip commands, such as those of several lines (pyinfra-dev/pyinfra#1699). Leave it out"
+        )
     known = {*HostData.model_fields, *COMMAND_KEYS, *pyinfra_keys()}
     if unknown := sorted(data.keys() - known):
         told = "; ".join(f"there is no key {key}{nearest(key, known)}" for key in unknown)
         raise CatalogError(f"host data (inventory/group_data/all.py lists it): {told}")
+
+
+ARGUMENTS = frozenset({"_sudo", "_env", "_temp_dir", "_parallel"})
+"""pyinfra's global arguments that host data may have."""
+
+
+@cache
+def pyinfra_arguments() -> frozenset[str]:
+    """pyinfra's global arguments: how a command becomes another user, where it runs, whether its failure counts."""
+    return frozenset(key for key, _ in all_global_arguments() if key.startswith("_"))
 
 
 @cache
@@ -336,7 +374,7 @@ def pyinfra_keys() -> frozenset[str]:
     """Keys of host data that pyinfra reads: its connectors' (ssh_user, ...) and its global arguments (_sudo, ...)."""
     connectors = get_all_connectors().values()  # type: ignore[no-untyped-call]  # pyinfra leaves it untyped
     found = {key for connector in connectors for key in get_type_hints(connector.data_cls)}
-    return frozenset(found | {key for key, _ in all_global_arguments() if key.startswith("_")})
+    return frozenset(found | pyinfra_arguments())
 
 
 def _host_data(data: Mapping[str, Any]) -> HostData:

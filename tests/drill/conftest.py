@@ -257,10 +257,11 @@ def session_box(bare_box: DeployBox, request: pytest.FixtureRequest) -> Iterator
 
 
 @pytest.fixture(scope="module")
-def box(session_box: DrillBox) -> DrillBox:
-    """The same, with the stand-in engine: what ran before may have uninstalled everything."""
+def box(session_box: DrillBox) -> Iterator[DrillBox]:
+    """The same, with the stand-in engine: what ran before may have uninstalled everything. A deploy may follow."""
     session_box.prepare()
-    return session_box
+    yield session_box
+    session_box.clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

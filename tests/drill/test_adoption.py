@@ -19,10 +19,8 @@ from rig.catalog.entries import ROOT
 from rigctl.contract import layout
 from rigctl.tiny_kimi.checkpoints import checkpoint_files
 from tests.drill.interruptions import Point, interrupt
-from tests.sandbox.conftest import DeployBox, bare_box
+from tests.sandbox.conftest import DeployBox
 from tests.support.box import OVERLAY
-
-__all__ = ["bare_box"]
 
 PORT = int(os.environ.get("KIMI_RIG_TEST_ENGINE_PORT", "18071"))
 TREES = "/root/ml-env /shared /data/eagle3"

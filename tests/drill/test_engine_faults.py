@@ -17,11 +17,9 @@ import pytest
 from rig.catalog.entries import ROOT
 from rigctl.contract import layout
 from tests.drill.interruptions import Point, interrupt
-from tests.sandbox.conftest import DeployBox, bare_box
+from tests.sandbox.conftest import DeployBox
 from tests.support.box import LIMIT, OVERLAY, RELEASE, overlay_with
 from tests.support.box import LOCK as LOCK_FILE
-
-__all__ = ["bare_box"]
 
 LOCK = ROOT / LOCK_FILE
 BASE = f"/opt/kimi-rig/env/{RELEASE}"

@@ -28,9 +28,7 @@ from tests.drill.apt_repository import Package, Repository, kernel_module
 from tests.drill.host_deploy import told
 from tests.host import conftest as verification
 from tests.host import test_settings
-from tests.sandbox.conftest import DeployBox, bare_box
-
-__all__ = ["bare_box"]
+from tests.sandbox.conftest import DeployBox
 
 KERNEL = "6.1.0-drill"
 TOKENS = "iommu=off amd_iommu=off pcie_aspm=off pcie_port_pm=off"

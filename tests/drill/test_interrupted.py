@@ -6,9 +6,7 @@ import pytest
 
 from rigctl.contract import layout
 from tests.drill.interruptions import Point, interrupt
-from tests.sandbox.conftest import DeployBox, bare_box
-
-__all__ = ["bare_box"]
+from tests.sandbox.conftest import DeployBox
 
 # What each point undoes first, so that the interrupted deploy has that stage's work to do.
 LATE = f"rm -rf {layout.RECEIPT} {layout.UNITS}/kimi-*.service {layout.CONFIGURATIONS}/*"

@@ -89,8 +89,10 @@ def test_all_that_a_failed_start_displaced_comes_back(box: DrillBox) -> None:
     box.install(a={}, b={"port": PORT + 1}, c={"port": PORT + 2})
     for name, others in (("a", "c"), ("b", "c"), ("c", "a b")):
         unit = box.path(f"{UNITS}/kimi-drill-{name}.service")
-        conflicts = "".join(f"Conflicts=kimi-drill-{other}.service\n" for other in others.split())
-        unit.write_text(unit.read_text().replace("[Unit]\n", f"[Unit]\n{conflicts}", 1))
+        # Ordered, as units that exclude each other are: it starts once both have stopped.
+        lines = "".join(f"Conflicts=kimi-drill-{other}.service\n" for other in others.split())
+        lines += "After=kimi-drill-a.service kimi-drill-b.service\n" if name == "c" else ""
+        unit.write_text(unit.read_text().replace("[Unit]\n", f"[Unit]\n{lines}", 1))
     box.ssh("systemctl daemon-reload")
     box.set_faults("c", answer="degenerate")
     for name in ("a", "b"):
@@ -167,7 +169,11 @@ STRANGER = f"systemd-run -q --collect --unit drill-stranger python3 -m http.serv
         ("drafter of the wrong size", OTHER_SIZE, "hidden size 9 of the drafter's input, 8 of the target"),
         ("drafter changed since it was proved", f"touch {HOME}/drafter/config.json", "not as it was proved"),
         ("code in the checkpoint that was never proved", f"echo > {HOME}/target/new.py", "is not in the manifest of"),
-        ("target damaged", f"truncate -s -1 {HOME}/target/model.safetensors", "the model is damaged"),
+        (
+            "target damaged",
+            f"truncate -s -1 {HOME}/target/model.safetensors",
+            "is damaged: model.safetensors: truncated",
+        ),
         (
             "port taken by a stranger",
             STRANGER,
@@ -453,6 +459,20 @@ def test_orphans_of_a_start_by_hand(box: DrillBox) -> None:
     box.ssh("rigctl free --yes")
     box.start("a")
     box.told("orphan of a start by hand", "failed until `rigctl free --yes`", row["status"], begun)
+
+
+def test_a_long_load_and_the_service_outlive_reloads_of_systemd(box: DrillBox) -> None:
+    """systemd forgets that a start was given more time, and whoever installs a package reloads it (systemd#43000)."""
+    patient = slower(no_progress_minutes=10)
+    box.install(patient, a={"plan": {"load": [["log", "Starting to load model"], ["sleep", 200]]}})
+    begun = time.monotonic()
+    box.ssh("systemctl start --no-block kimi-drill-a; sleep 190; systemctl daemon-reload; systemctl daemon-reexec")
+    row = box.until("a", 60, state="active")
+    assert not row["failures"]
+    box.told("systemd reloaded late in a load of 200 s", "active", row["status"], begun)
+    pid = box.ssh("systemctl show -P MainPID kimi-drill-a")
+    box.ssh("systemctl daemon-reexec; sleep 5; systemctl daemon-reload")
+    assert box.state("a")["state"] == "active" and box.ssh("systemctl show -P MainPID kimi-drill-a") == pid
 
 
 def test_a_reboot_in_the_middle_of_a_load(box: DrillBox) -> None:

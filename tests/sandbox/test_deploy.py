@@ -92,6 +92,8 @@ def test_the_plan_after_a_deploy_is_empty(box: DeployBox) -> None:
     plan = box.plan()
     assert plan.returncode == 0, plan.stdout + plan.stderr
     assert plan.stdout.splitlines()[0] == "sandbox: nothing to do"
+    [account] = re.findall(r"^  disk /: .* free of .*; ours: (.*)$", plan.stdout, re.MULTILINE)
+    assert re.search(r"environment \d\.\d GB", account) and "a deploy adds" not in plan.stdout
 
 
 def test_verification_passes(box: DeployBox) -> None:
@@ -171,6 +173,28 @@ def test_tampering_is_named_and_repaired(box: DeployBox) -> None:
     deploy = box.deploy()
     assert deploy.returncode == 0, deploy.stderr
     assert box.verify().returncode == 0
+
+
+@pytest.mark.parametrize(("language", "directory"), [("de_DE", "verzeichnis"), ("tr_TR", "dizin")])
+def test_a_host_that_speaks_another_language(box: DeployBox, language: str, directory: str) -> None:
+    """Its programs do, for whoever logs in; what we read of them is English, and a dotless i is another letter."""
+    box.ssh(
+        "command -v localedef >/dev/null && [ -e /usr/share/i18n ] || apt-get install -qqy locales >/dev/null 2>&1; "
+        f"localedef -i {language} -f UTF-8 {language}.UTF-8; echo LANG={language}.UTF-8 > /etc/default/locale"
+    )
+    try:
+        assert directory in box.ssh("stat -c %F /etc").stdout.lower(), "the login speaks it"
+        box.ssh("chmod 0777 /opt/kimi-rig; rm /usr/local/bin/rigctl; apt-get purge -qqy rsync >/dev/null 2>&1")
+        plan = box.plan()
+        assert plan.returncode == 2 and "/opt/kimi-rig: mode 0777 (not 0755)" in plan.stdout, plan.stdout + plan.stderr
+        deploy = box.deploy()
+        assert deploy.returncode == 0, deploy.stdout + deploy.stderr
+        verify = box.verify()
+        assert verify.returncode == 0, verify.stdout
+        status = box.run("rig.cli.status", box.inventory)
+        assert status.returncode == 0 and "drift: none" in status.stdout, status.stdout + status.stderr
+    finally:
+        box.ssh("rm -f /etc/default/locale")
 
 
 def test_a_package_lost_from_an_environment_is_named(box: DeployBox) -> None:

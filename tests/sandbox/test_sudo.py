@@ -182,10 +182,8 @@ def test_without_the_key_it_converges_and_verifies(sudo_box: DeployBox) -> None:
 
 def test_status_and_the_lines_to_talk_to_it(sudo_box: DeployBox) -> None:
     status = sudo_box.run("rig.cli.status", sudo_box.inventory)
-    assert (status.returncode, status.stdout) == (
-        0,
-        "sandbox-sudo: nothing serves, drift: none, reboot pending: no\n",
-    ), status.stdout + status.stderr
+    found = "sandbox-sudo: nothing serves, drift: none, reboot pending: no, disk: / [\\d.,]+ GB free of [\\d.,]+ GB\n"
+    assert status.returncode == 0 and re.fullmatch(found, status.stdout), status.stdout + status.stderr
     sudo_box.ssh(f"sudo rm {layout.UNITS}/kimi-vllm-base.service")
     drifted = sudo_box.run("rig.cli.status", sudo_box.inventory, "--json")
     [row] = json.loads(drifted.stdout)

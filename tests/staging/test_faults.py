@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -86,6 +87,27 @@ def test_resume_after_a_cut_at_90_percent(bench: Bench, hub: Hub, checkpoint: Pa
     assert same_files(bench.destination, checkpoint)
     assert sent >= total(hub) * 0.9
     assert hub.total_sent() <= total(hub) * (1 + SLACK)
+
+
+@pytest.mark.parametrize("left", ["whole", "longer", "wrong"])
+def test_a_part_with_all_its_bytes_is_finished_or_fetched_again(
+    bench: Bench, hub: Hub, checkpoint: Path, left: str
+) -> None:
+    """A server answers 416 to a range that begins at the end (huggingface/huggingface_hub#2197)."""
+    name = shard(hub)
+    hub.faults[name] = Fault(status=503, times=10**6)
+    with pytest.raises(RigctlError, match="gave up"):
+        bench.stage(hub_source(hub.address), retries=0)
+    hub.faults.clear()
+    real = (checkpoint / name).read_bytes()
+    part = f"{hashlib.sha256(real).hexdigest()}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+    kept = {"whole": real, "longer": real + bytes(4096), "wrong": bytes(len(real))}[left]
+    (bench.partial / "parts" / part).write_bytes(kept)
+    sent = hub.total_sent()
+    bench.stage(hub_source(hub.address))
+    assert same_files(bench.destination, checkpoint)
+    again = 0 if left == "whole" else len(real)
+    assert hub.total_sent() - sent <= total(hub) - len(real) + again + total(hub) * SLACK
 
 
 @pytest.fixture

@@ -6,10 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rig.operations import apt
+from tests.host import test_host
 
 HOLD = """
 import fcntl, sys, time
@@ -18,6 +21,34 @@ fcntl.lockf(file, fcntl.LOCK_EX)
 print(flush=True)
 time.sleep(60)
 """
+
+
+@pytest.mark.parametrize(
+    ("state", "burst", "interval", "warned"),
+    [
+        ("active", "5", "10s", True),
+        ("active", "7", "1min", True),
+        ("active", "8", "10s", False),
+        ("active", "5", "0", False),
+        ("inactive", "5", "10s", False),
+    ],
+)
+def test_verification_warns_of_a_login_that_upgrades_could_take_away(
+    monkeypatch: pytest.MonkeyPatch, state: str, burst: str, interval: str, warned: bool
+) -> None:
+    values = {"Id": "ssh.service", "ActiveState": state, "StartLimitBurst": burst, "StartLimitIntervalUSec": interval}
+    absent = {"Id": "ssh.socket", "ActiveState": "inactive", "StartLimitBurst": "5", "StartLimitIntervalUSec": "10s"}
+    shown = "\n\n".join("\n".join(f"{key}={value}" for key, value in one.items()) for one in (values, absent))
+    monkeypatch.setattr(test_host, "run", lambda _, command: shown if "ssh.socket" in command else "")
+    warnings: list[str] = []
+    target: Any = SimpleNamespace(host=None, name="kimi-1")
+    test_host.test_package_work_leaves_the_login(target, warnings)
+    assert bool(warnings) is warned
+    if warned:
+        assert warnings == [
+            f"kimi-1: ssh.service stays down after {burst} starts in {interval}, and upgrades reach that: "
+            "`systemctl edit ssh.service` and set StartLimitIntervalSec=0 under [Unit]"
+        ]
 
 
 @pytest.fixture

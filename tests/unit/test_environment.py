@@ -202,6 +202,16 @@ def test_a_disk_that_is_full_in_the_middle_of_an_install(host: Host, small_disk:
     assert host.findings("new", small_disk) == []
 
 
+def test_a_cache_on_another_file_system_is_copied_from(host: Host, small_disk: Path) -> None:
+    """No hard link reaches it (astral-sh/uv#15149)."""
+    subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
+    shutil.rmtree(host.root / "cache")
+    (host.root / "cache").symlink_to(small_disk)
+    built = host.build("new")
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert host.findings("new") == [] and host.answer("new") == "2"
+
+
 def test_a_disk_that_is_full_at_the_last_file(host: Host) -> None:
     full = RIGCTL.replace("import sys;", "import sys; from rigctl.engines import environment as e; e._stamp = stamp;")
     full = 'def stamp(*_): raise OSError(28, "No space left on device", "kimi-rig.json")\n' + full

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -252,6 +254,29 @@ def test_one_damaged_specification_hides_no_other(
         named("b")
 
 
+def test_a_switch_goes_on_while_systemd_is_replaced(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """systemctl loses its connection, and for a moment nobody answers: daemon-reexec, as an upgrade does."""
+    host.add("a")
+    answers = ["activating", None, "activating", "active"]
+
+    def properties(unit: str, wanted: list[str]) -> dict[str, str]:
+        state = answers.pop(0) if answers else "active"
+        if state is None:
+            raise RigctlError("systemctl show: Connection refused")
+        return {"ActiveState": state, "StatusText": f"loading weights {len(answers)}"} if "StatusText" in wanted else {}
+
+    cut = [sys.executable, "-c", "import time; time.sleep(0.2); exit('Warning! D-Bus connection terminated.')"]
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **more: popen(cut, **more))
+    monkeypatch.setattr(switching, "properties", properties)
+    monkeypatch.setattr(switching.time, "sleep", lambda _: time.monotonic())
+    host.runs("a")
+    assert main(["switch", "a"]) == 0
+    assert "a serves on " in capsys.readouterr().out
+
+
 def test_a_configuration_that_is_not_there(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     host.add("vllm-base")
     assert main(["switch", "vllm-bse"]) == 1
@@ -308,6 +333,21 @@ def test_free_names_orphans_and_ends_only_what_it_was_told_to(
         assert leftovers.unused_segments(tmp_path) == [tmp_path / "drill_unused"]
     leftovers.end([orphan.pid])
     assert not psutil.pid_exists(orphan.pid)
+
+
+def test_free_names_whose_connection_was_given_our_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody listens there, and yet nobody else can (sgl-project/sglang#37215)."""
+    code = "import socket; s = socket.create_connection(('127.0.0.1', %d)); print(s.getsockname()[1], flush=True); "
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = [sys.executable, "-c", f"{code % server.getsockname()[1]}input()"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+            specification: Any = SimpleNamespace(endpoints=[SimpleNamespace(port=port)])
+            monkeypatch.setattr(leftovers, "installed", lambda: [specification])
+            held = {holder.pid: holder for holder in leftovers.holders()}
+            process.communicate()
+    assert held[process.pid].holds == [f"port {port} of a connection"] and not held[process.pid].engine
 
 
 @pytest.mark.parametrize("words", ["vim /opt/vllm/README.md", "rsync -a /data/vllm/ /backup", "sglang.launch_server"])

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from rig.artifacts.checkpoint_orders import expected_bytes, revision
-from rig.artifacts.host_checks import ENVIRONMENT_BYTES, findings, fits, space
+from rig.artifacts.disk import ENVIRONMENT_BYTES, disk
+from rig.artifacts.host_checks import findings, fits
 from rig.artifacts.units import engine_environment
 from rig.catalog.entries import ROOT, load_catalog
 from rig.cli.converge import CONVERGED, WOULD_CHANGE, plan_of
@@ -26,7 +27,7 @@ from rig.host.explanation import explain_json
 from rig.host.settings import HostSettings
 from rig.host.topology import decide
 from rig.operations.common import PLAN_LOG
-from rig.plan.host_plan import host_plan, plan_from_facts, questions
+from rig.plan.host_plan import HostPlan, host_plan, plan_from_facts, questions
 from tests.support.plans import GROUP_DATA, data
 from tests.unit.test_memory import CONFIG
 
@@ -191,22 +192,28 @@ def test_a_target_that_does_not_fit_alone_is_a_finding_before_its_drafter_is_kno
     assert told[0].remedy == "raise tensor_parallel, or take a smaller checkpoint"
 
 
+def adds(plan: HostPlan) -> dict[str, list[int | None]]:
+    return {one.mount: [item.bytes for item in one.adds] for one in disk(plan)}
+
+
 def test_a_bare_host_is_asked_for_the_space_of_what_it_has_yet_to_get() -> None:
     document = json.loads(TURIN.read_text())
     plan = plan_from_facts(data("gpu", configurations=["vllm-base"]), parse_host(json.dumps(document)))
     (environment,) = plan.environments.values()
-    assert space(plan) == {"/shared": 595_200_000_000, "/opt/kimi-rig/env": ENVIRONMENT_BYTES["cuda"]}
+    reserve = 1 << 30
+    assert adds(plan) == {"/": [ENVIRONMENT_BYTES["cuda"]], "/shared": [595_200_000_000, reserve]}
     # By the catalogue's shape, before there is a config on the host.
     assert [one.name for one in fits(plan)[0]] == ["vllm-base"]
     model = plan.checkpoint_paths["kimi-k2.5-int4"]
     document["models"] = [{"path": model, "config": None, "bytes": None, "partial": 500_000_000_000}]
     document["environments"] = [environment.path]
     plan = plan_from_facts(data("gpu", configurations=["vllm-base"]), parse_host(json.dumps(document)))
-    assert space(plan) == {"/shared": 95_200_000_000}
+    assert adds(plan) == {"/shared": [95_200_000_000, reserve]}
     full = next(one for one in document["paths"] if one["path"] == "/shared")
     full["free"] = 90_000_000_000
     plan = plan_from_facts(data("gpu", configurations=["vllm-base"]), parse_host(json.dumps(document)))
-    assert "/shared need 95 GB, /shared has 90 GB free" in {one.code: one.message for one in findings(plan)}["space"]
+    found = {one.code: one.message for one in findings(plan)}["space"]
+    assert found.startswith("/shared has 90 GB free of ") and "a deploy needs 96 GB: checkpoint kimi-k2.5-int4" in found
 
 
 def test_a_host_that_could_not_be_read_is_not_refused_for_what_is_not_known() -> None:
@@ -231,7 +238,7 @@ def test_the_sandbox_needs_the_space_of_its_environment_alone() -> None:
     document = json.loads(TURIN.read_text())
     document["files"]["/etc/os-release"] = "ID=debian\nVERSION_ID=12\n"
     plan = plan_from_facts(data("sandbox"), parse_host(json.dumps(document)))
-    assert space(plan) == {"/opt/kimi-rig/env": ENVIRONMENT_BYTES["cpu"]}
+    assert adds(plan) == {"/": [ENVIRONMENT_BYTES["cpu"]]}
 
 
 def test_a_checkpoint_of_a_place_of_its_own_is_asked_after() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from rig.catalog.entries import KnownBad
 from rig.facts.host import Disk, Driver, GpuProcess, HostFacts, Unit
+from rig.host.disk import FileSystem, Item
 from rig.host.memory_fit import Fit
 from rig.host.preflight import Needs, Severity, preflight
 from rig.host.topology import decide
@@ -20,7 +21,6 @@ NAMES = ("vllm-base", "sglang-base-current")
 NEEDS = Needs(
     serving={name: CATALOG.serving[name] for name in NAMES},
     releases=CATALOG.releases,
-    space={"/shared": 600_000_000_000, "/": 30_000_000_000},
 )
 SOUND = hosts.TURIN_DIRECT
 
@@ -115,16 +115,60 @@ def place(path: str, **change: Any) -> HostFacts:
     return replace(SOUND, paths={**SOUND.paths, path: replace(SOUND.paths[path], **change)})
 
 
-def test_space_is_summed_by_file_system() -> None:
-    assert codes(place("/shared", free=599_000_000_000))["space"] is Severity.ERROR
-    assert "space" not in codes(place("/shared", free=625_000_000_000))
-    assert codes(_one_disk(625))["space"] is Severity.ERROR
-    assert codes(SOUND, replace(NEEDS, space={"/not/asked": 1}))["space"] is Severity.ERROR
+def test_what_does_not_fit_is_refused_in_numbers_with_what_may_go() -> None:
+    old = Item("environment of an earlier deploy", "/opt/x", 12_000_000_000, "rigctl prune --drop /opt/x")
+    small = Item("log", "/var/log/x", 5, "rm -rf /var/log/x")
+    model = Item("checkpoint kimi", "/shared/kimi", 595_200_000_000)
+    full = FileSystem("/shared", 4 * 10**12, 90 * 10**9, (small, old), (model,))
+    [finding] = [one for one in preflight(SOUND, decide(SOUND), replace(NEEDS, disk=(full,))) if one.code == "space"]
+    assert finding.severity is Severity.ERROR
+    assert finding.message == (
+        "/shared has 90 GB free of 4,000 GB, a deploy needs 595 GB: checkpoint kimi 595 GB in /shared/kimi"
+    )
+    assert finding.remedy.startswith(
+        "make room (environment of an earlier deploy 12 GB: `rigctl prune --drop /opt/x`), or move the path"
+    )
+    assert "space" not in codes(SOUND, replace(NEEDS, disk=(replace(full, free=600 * 10**9),)))
+    unread = replace(full, size=0, free=0)
+    assert codes(SOUND, replace(NEEDS, disk=(unread,)))["space"] is Severity.ERROR
 
 
-def _one_disk(free_gb: int) -> HostFacts:
-    paths = {name: replace(one, device=1, free=free_gb * 10**9) for name, one in SOUND.paths.items()}
-    return replace(SOUND, paths=paths)
+@pytest.mark.parametrize(
+    ("lent", "kept", "warned"),
+    [
+        ("32768\t60999", "", False),
+        ("1024\t60999", "", True),
+        ("1024\t60999", "22,7990-8010", False),
+        ("8000 8000", "8001", True),
+        (None, None, False),
+        ("x", "y", False),
+    ],
+)
+def test_a_port_that_the_host_lends_to_connections(lent: str | None, kept: str | None, warned: bool) -> None:
+    sysctls = {"net.ipv4.ip_local_port_range": lent, "net.ipv4.ip_local_reserved_ports": kept}
+    found = preflight(replace(SOUND, sysctls={**SOUND.sysctls, **sysctls}), decide(SOUND), NEEDS)
+    told = [one for one in found if one.code == "port-lent"]
+    assert bool(told) is warned and all(one.severity is Severity.WARNING for one in told)
+    if warned:
+        assert "port 8000 of vllm-base, sglang-base-current is one that the host gives" in told[0].message
+        assert "net.ipv4.ip_local_reserved_ports=8000" in told[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("kernels", "warned"),
+    [
+        ({"6.8.0-45-generic": True, "6.8.0-110-generic": False}, True),
+        ({"6.8.0-45-generic": True, "6.8.0-110-generic": True}, False),
+        ({"6.8.0-110-generic": True, "6.8.0-45-generic": False}, False),
+        ({}, False),
+    ],
+)
+def test_the_next_boots_kernel_without_a_driver(kernels: dict[str, bool], warned: bool) -> None:
+    """The headers were those of the kernel that ran (NVIDIA/ansible-role-nvidia-driver#18)."""
+    facts = replace(SOUND, kernel="6.8.0-45-generic", kernels=kernels)
+    assert facts.driver.on_disk
+    assert ("kernel-no-driver" in codes(facts)) is warned
+    assert "kernel-no-driver" not in codes(replace(facts, driver=Driver()))
 
 
 def test_places_that_do_not_last() -> None:

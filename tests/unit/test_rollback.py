@@ -213,6 +213,33 @@ def test_wheels_that_no_environment_shares_go_from_the_cache(host: Host) -> None
     assert [file.exists() for file in cached] == [False, True]
 
 
+def test_one_can_be_dropped_to_make_room_unless_it_is_in_use(
+    host: Host, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, current = host.environment("a"), host.environment("b")
+    host.state("1", old)
+    (old.parent / "current").symlink_to(current)
+    created = Path(layout.CREATED)
+    created.write_text(f"tree {old}\ntree {current}\n")
+    cached = host.base / ".cache/archive-v0/old/module.py"
+    cached.parent.mkdir(parents=True)
+    cached.write_text("")
+    (old / "module.py").hardlink_to(cached)
+    for wrong, says in ((current, "is in use"), (host.base, "is no engine environment"), (Path("a"), "is no engine")):
+        assert cli.main(["prune", "--drop", str(wrong)]) == 1
+        assert says in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(prune, "in_use", set)
+        assert cli.main(["prune", "--drop", str(old)]) == 1
+    assert old.exists()
+    assert cli.main(["prune", "--drop", str(old)]) == 0
+    assert not old.exists() and current.exists() and not cached.exists()
+    assert created.read_text() == f"tree {current}\n"
+    assert host.look(current)[2] == ["1"], "its state cannot come back"
+    assert cli.main(["prune"]) == 1
+    assert "name --drop, or --base and --states" in capsys.readouterr().err
+
+
 def test_a_deploy_records_its_state_once_and_takes_a_rollback_back(host: Host) -> None:
     state = host.state("2", host.environment("a"))
     assert apply(rollback_states.recorded, record=state)

@@ -65,6 +65,26 @@ def test_an_engine_that_dies_while_loading_leaves_its_last_words(tmp_path: Path)
     assert "torch.OutOfMemoryError: no room" in cause["last_words"]
 
 
+@pytest.mark.parametrize(
+    "frame",
+    [
+        # FlashML-org/FreeToken#490, vllm-project/vllm#16150 and #21858, and a library that a power loss cut
+        '  File "/opt/x/site-packages/triton/runtime/cache.py", line 124, in get_group',
+        '(Worker pid=9) ERROR   File "/c/torch_compile_cache/ea/rank_5_0/inductor_cache/bx/c.py", line 3, in call',
+        "The most likely reason is that a previous compilation failed, leading to a corrupted compilation artifact.",
+        "OSError: /c/flashinfer/cached_ops/sampling.so: file too short",
+    ],
+)
+def test_a_damaged_compile_cache_is_named_with_its_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frame: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/kimi-rig/drill/vllm-1")
+    words = [["log", frame], ["log", "json.decoder.JSONDecodeError: Expecting value"], ["exit", 1]]
+    run = Run(tmp_path, {"load": [*WEIGHTS, *words]})
+    assert run.end() == 78
+    assert "damaged: `rm -rf /var/cache/kimi-rig/drill/vllm-1`, and start again" in run.json("cause.json")["cause"]
+
+
 def test_a_crash_in_service_is_restarted_and_a_crash_loop_ends(tmp_path: Path) -> None:
     quick = limits(restarts=2, restart_delay_seconds=0.3, **FAST)
     run = Run(tmp_path, limits=quick)

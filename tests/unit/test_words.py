@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -18,6 +19,7 @@ from rig.bench import ledger
 from rig.bench.sweeps import load_sweeps
 from rig.catalog.entries import ROOT
 from rig.catalog.yaml_source import CatalogError
+from rig.facts.state import Privilege
 from rig.host.evidence import parse
 from rig.host.settings import HostSettings
 from rig.plan.host_plan import HostData, host_plan
@@ -140,3 +142,23 @@ def test_git_that_fails_is_put_into_words(tmp_path: Path, monkeypatch: pytest.Mo
         checkout(GitSource(kind="git", url="/x", commit="0" * 40), tmp_path / "tree")
     assert "could not be made: fatal: No space left on device; mend the cause" in str(caught.value)
     assert "--quiet" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["_use_sudo_login", "_su_user", "_ignore_errors", "_run_once", "_shell_executable"])
+def test_what_changes_how_every_command_runs_is_refused_by_name(key: str) -> None:
+    """A login shell of sudo's joins the lines of a script (pyinfra-dev/pyinfra#1699); others skip hosts or failures."""
+    with pytest.raises(CatalogError, match=rf"host data: {key}: every verb reaches root by login or by `_sudo: True`"):
+        host_plan(DATA | {"_sudo": True, key: True}, "debian-12", HostSettings())
+    assert host_plan(DATA | {"_sudo": True, "_parallel": 2, "_env": {"A": "b"}}, "debian-12", HostSettings()).serving
+
+
+def test_a_sudo_that_speaks_another_language_is_understood(tmp_path: Path) -> None:
+    """pyinfra waits for an English question (pyinfra-dev/pyinfra#1125, #1688); ours asks none and takes any answer."""
+    sudo = tmp_path / "sudo"
+    sudo.write_text("#!/bin/sh\necho 'sudo: il est n\u00e9cessaire de saisir un mot de passe' >&2; exit 1\n")
+    sudo.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    asked = ["sh", "-c", Privilege().command(sudo=True)]
+    done = subprocess.run(asked, capture_output=True, text=True, check=True, env=environment)
+    found = Privilege().process(done.stdout.splitlines())
+    assert (found.root, found.trouble) == (False, "il est n\u00e9cessaire de saisir un mot de passe")

@@ -20,6 +20,7 @@ from pathlib import Path
 from rigctl import builder
 from rigctl.contract import layout
 from rigctl.engines.environment import BUILD_LOCK, BUILDERS_CACHE, STAMP
+from rigctl.errors import RigctlError
 from rigctl.own_process import own_process
 from rigctl.whole_files import read_object, write_whole
 
@@ -91,19 +92,35 @@ def in_use(candidates: Sequence[Path]) -> set[Path]:
 def prune(base: Path, states: Path, current: Iterable[Path], created: Path | None) -> Found:
     """Remove what `look` finds, and its lines in the list of what we created. Killed anywhere, the next run goes on."""
     found = look(base, states, current)
-    for path in found.unneeded:
-        (path / STAMP).unlink(missing_ok=True)  # from here on it does not count as an environment
-        shutil.rmtree(path)
-    if found.unneeded:
-        _sweep_cache(base / CACHE)
-    if created is not None and created.exists():
-        gone = {f"tree {path}" for path in found.unneeded}
-        lines = created.read_text().splitlines(keepends=True)
-        if any(line.rstrip("\n") in gone for line in lines):
-            write_whole(created, "".join(line for line in lines if line.rstrip("\n") not in gone))
+    _remove(base, found.unneeded, created)
     for path in found.states:
         path.unlink(missing_ok=True)
     return found
+
+
+def drop(path: Path, created: Path | None) -> None:
+    """Remove one environment to make room; the states that name it cannot come back. Raises RigctlError with a reason.
+
+    Never one that a release uses at present, or a process, a job or a unit.
+    """
+    if not (path.is_absolute() and path.is_dir() and not path.is_symlink() and _is_ours(path)):
+        raise RigctlError(f"{path} is no engine environment of this host")
+    if (path.parent / "current").resolve() == path or in_use([path]):
+        raise RigctlError(f"{path} is in use: deploy and stop what runs from there first (`rigctl status`)")
+    _remove(path.parent.parent, [path], created)
+
+
+def _remove(base: Path, unneeded: Sequence[Path], created: Path | None) -> None:
+    for path in unneeded:
+        (path / STAMP).unlink(missing_ok=True)  # from here on it does not count as an environment
+        shutil.rmtree(path)
+    if unneeded:
+        _sweep_cache(base / CACHE)
+    if created is not None and created.exists():
+        gone = {f"tree {path}" for path in unneeded}
+        lines = created.read_text().splitlines(keepends=True)
+        if any(line.rstrip("\n") in gone for line in lines):
+            write_whole(created, "".join(line for line in lines if line.rstrip("\n") not in gone))
 
 
 def _sweep_cache(cache: Path) -> None:
@@ -144,6 +161,12 @@ def _environments(state: Path) -> set[Path]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print one line an environment: "unneeded PATH", "used PATH"; remove the first kind unless only asked to list."""
+    if arguments.drop is not None:
+        drop(arguments.drop, Path(layout.CREATED))
+        print(f"removed {arguments.drop}")
+        return 0
+    if arguments.base is None or arguments.states is None:
+        raise RigctlError("name --drop, or --base and --states")
     current = [Path(path) for path in arguments.current]
     if arguments.list:
         found = look(arguments.base, arguments.states, current)
@@ -159,8 +182,9 @@ def run(arguments: argparse.Namespace) -> int:
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `prune` to the command line."""
     parser = subparsers.add_parser("prune", help="remove engine environments that no state needs")
-    parser.add_argument("--base", type=Path, required=True, help="directory of all environments (ml_env)")
-    parser.add_argument("--states", type=Path, required=True, help="directory of the recorded states")
+    parser.add_argument("--drop", type=Path, metavar="PATH", help="remove this one, which a rollback would return to")
+    parser.add_argument("--base", type=Path, help="directory of all environments (ml_env)")
+    parser.add_argument("--states", type=Path, help="directory of the recorded states")
     parser.add_argument("--current", action="append", default=[], help="an environment in use by the plan; repeatable")
     parser.add_argument("--created", type=Path, help="list of what we created, to be kept true")
     parser.add_argument("--list", action="store_true", help="change nothing")

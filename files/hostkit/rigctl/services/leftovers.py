@@ -90,7 +90,7 @@ def holders() -> list[Holder]:
         if pid == os.getpid() or line == "(gone)" or groups is None or IN_UNIT.search(groups):
             continue
         engine = runs_engine(process)
-        holds = [*([gpu[pid]] if pid in gpu else []), *(f"port {port}" for port in _listens(process) & ports)]
+        holds = [*([gpu[pid]] if pid in gpu else []), *_ports_held(process, ports)]
         if holds or engine:
             holds = holds or ["an engine outside the units"]
             found.append(Holder(pid, process.info["username"] or "?", line, holds, engine or pid in gpu))
@@ -108,13 +108,18 @@ def runs_engine(process: psutil.Process) -> bool:
     return False
 
 
-def _listens(process: psutil.Process) -> set[int]:
-    """TCP ports it listens on. Asked of each process: several may share one socket."""
+def _ports_held(process: psutil.Process, ports: set[int]) -> list[str]:
+    """What it has of these TCP ports: it listens on one, or an outgoing connection was given it (sglang#37215).
+
+    Asked of each process: several may share one socket.
+    """
     try:
-        connections = process.net_connections("tcp")
+        held = [one for one in process.net_connections("tcp") if one.laddr and one.laddr.port in ports]
     except psutil.Error:
-        return set()
-    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+        return []
+    listens = {one.laddr.port for one in held if one.status == psutil.CONN_LISTEN}
+    local = sorted({one.laddr.port for one in held})
+    return [f"port {port}" if port in listens else f"port {port} of a connection" for port in local]
 
 
 def unused_segments(directory: Path = SHM, proc: Path = Path("/proc")) -> list[Path]:

@@ -52,14 +52,17 @@ def switch_to(specification: Specification, *, warmed: bool = False) -> int:
     serving().remove(Fallback.FILE)
     begun = time.time()
     starting = subprocess.Popen(["systemctl", "start", specification.unit], stderr=subprocess.PIPE, errors="replace")
-    shown = ""
-    while starting.poll() is None:
-        text = properties(specification.unit, ["StatusText"])["StatusText"]
+    shown, found = "", {"StatusText": "", "ActiveState": ""}
+    # systemctl is cut off where systemd itself is replaced (daemon-reexec, its upgrade): the start goes on.
+    while starting.poll() is None or found["ActiveState"] == "activating":
+        with suppress(RigctlError):
+            found = properties(specification.unit, ["StatusText", "ActiveState"])
+        text = found["StatusText"]
         if text and text.split("(")[0] != shown.split("(", maxsplit=1)[0]:
             print(text, flush=True)
             shown = text
         time.sleep(0.5)
-    if starting.returncode == 0:
+    if starting.returncode == 0 or found["ActiveState"] == "active":
         print(f"{specification.name} serves on {specification.base_url}: {row(specification)['status']}")
         return 0
     ended = Ended.known(specification.state) or Ended()

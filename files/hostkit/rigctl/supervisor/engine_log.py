@@ -21,6 +21,11 @@ _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): |^CUDA error|^Subproces
 # SGLang 0.5.16: once a process of its own has died it waits five seconds and then kills its whole tree with SIGKILL.
 _STAMP = re.compile(r"^\[[^]]*\d\d:\d\d:\d\d[^]]*\] ")
 _CHILD = re.compile(r"[Ss]igquit from a child process|SIGQUIT received\.|Subprocess \S+ .*crashed")
+# What is read from a compile cache: Triton's and PyTorch's own, vLLM's words for it, a library that was cut.
+_CACHE = re.compile(
+    r'File "[^"]*(?:/triton/runtime/cache\.py|/torch/_inductor/(?:codecache|standalone_compile)\.py|/inductor_cache/|'
+    r"/torch_compile_cache/)|corrupted compilation artifact|\.so: (?:file too short|invalid ELF header)"
+)
 SHORTEST_SECRET = 4
 """Shorter ones are found in anything: they are not masked."""
 _LONGEST = 16384  # bytes of one line; the rest goes to the next
@@ -45,6 +50,8 @@ class EngineLog:
         self.last_words: deque[str] = deque(maxlen=5)
         self.last_error: str | None = None
         self.child_failed = False
+        self.of_cache = False
+        """A traceback went through a compile cache, or a library in one was cut short."""
         self._engine, self._harmless, self._file = engine, harmless, file
         self._secrets = [secret.encode() for secret in secrets if len(secret) >= SHORTEST_SECRET]
         self._journal = journal or sys.stdout.buffer
@@ -111,6 +118,7 @@ class EngineLog:
             self.last_words.append(one_line(text))
             bare = _STAMP.sub("", text)
             self.child_failed |= bool(_CHILD.search(bare))
+            self.of_cache |= bool(_CACHE.search(bare))
             if _ERROR.match(bare):
                 self.last_error = one_line(bare, 200)
 

@@ -319,6 +319,9 @@ class Supervisor:
             how = exit_text(status) if status >= 0 or not first else ""
             how = ", ".join(filter(None, (how, first and f"after {first}")))
             said = f": {self._log.last_error}" if self._log.last_error else ""
+            # A power loss or a kill cuts what an engine has just compiled, and no restart mends that.
+            if self._log.of_cache and (cache := os.environ.get("XDG_CACHE_HOME")):
+                said += f"; if it stays so, what it had compiled is damaged: `rm -rf {cache}`, and start again"
             raise Failure(f"the engine ended by itself{during} ({how}){said}")
 
     def _say(self, text: str) -> None:
