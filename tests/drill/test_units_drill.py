@@ -463,6 +463,7 @@ def test_orphans_of_a_start_by_hand(box: DrillBox) -> None:
 
 def test_a_long_load_and_the_service_outlive_reloads_of_systemd(box: DrillBox) -> None:
     """systemd forgets that a start was given more time, and whoever installs a package reloads it (systemd#43000)."""
+    box.prepare()
     patient = slower(no_progress_minutes=10)
     box.install(patient, a={"plan": {"load": [["log", "Starting to load model"], ["sleep", 200]]}})
     begun = time.monotonic()
