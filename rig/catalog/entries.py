@@ -462,7 +462,9 @@ def _resolve_extends(serving: Document, findings: list[Finding]) -> Document:
                 found((name, "extends"), "the name of one entry")
                 break
             if base in seen or base not in serving.data:
-                why = "extends itself" if base in seen else f"extends {base}, which does not exist"
+                place = serving.places.get((base,))
+                absent = f"which {place} removes" if place else "which does not exist"
+                why = "extends itself" if base in seen else f"extends {base}, {absent}"
                 found((name, "extends"), why)
                 break
             seen.append(base)

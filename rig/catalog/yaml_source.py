@@ -69,11 +69,12 @@ class Document:
             else:
                 child = Document(value, over.section(name).places)
             result.places = {path: place for path, place in result.places.items() if path[:1] != (name,)}
+            # Of what null removes the place stays: what is missing is missing there.
+            result.places |= {(name, *path): place for path, place in child.places.items()}
             if value is None:
                 result.data.pop(name, None)
             else:
                 result.data[name] = child.data
-                result.places |= {(name, *path): place for path, place in child.places.items()}
         return result
 
 

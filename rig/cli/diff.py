@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rig.artifacts.checkpoint_orders import unpinned
 from rig.artifacts.host_checks import findings
 from rig.artifacts.units import unit_files
 from rig.catalog.entries import SECTIONS, catalogues_of, check_all, inventory_directory, load_catalog, overlays
@@ -22,6 +23,7 @@ from rig.catalog.yaml_source import CatalogError
 from rig.cli.arguments import Options, parse
 from rig.cli.converge import CONVERGED, FAILED, RunFailed, ended, inventory_hosts
 from rig.cli.tour import recorded_plan
+from rig.plan.host_plan import HostPlan
 
 ENTRIES = "entries"
 OPTIONS: Options = {
@@ -66,10 +68,20 @@ def planned(directory: Path, hosts: str) -> Side:
             with catalogues_of(directory):
                 plan = recorded_plan(host["data"])
                 side.parts[title] = {Path(path).name: _lines(text) for path, text in unit_files(plan).items()}
-                side.parts[f"{title}, findings"] = {"": [str(finding) for finding in findings(plan)]}
+                side.parts[f"{title}, findings"] = {"": [*map(str, findings(plan)), *_unpinned(plan)]}
         except CatalogError as error:
             side.wrong[title] = f"it cannot be planned with the recorded facts: {error}"
     return side
+
+
+def _unpinned(plan: HostPlan) -> Iterator[str]:
+    """What only a host shows: whether the files lie there already."""
+    for name, entry in plan.checkpoints.items():
+        if unpinned(entry):
+            yield (
+                f"warning: checkpoint {name} has no pinned revision: a host without its files refuses a deploy; "
+                f"`make pin CHECKPOINT={name}` pins one"
+            )
 
 
 def _flat(value: Mapping[str, Any], above: str = "") -> Iterator[str]:

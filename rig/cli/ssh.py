@@ -153,7 +153,9 @@ def _touch(known_hosts: Path) -> None:
 
 @cache
 def _scratch() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="kimi-rig-ssh-")
+    # Sockets of shared connections lie there too: 61 bytes after this name, of 107 that a path may have (unix(7)).
+    long = len(os.fsencode(tempfile.gettempdir())) > 20
+    return tempfile.TemporaryDirectory(prefix="kimi-rig-ssh-", dir="/tmp" if long else None)  # noqa: S108  # made for us
 
 
 def config_of(hosts: Sequence[Mapping[str, Any]]) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -320,6 +321,31 @@ def test_a_mistake_below_a_pattern_is_told_once(inventory: Path) -> None:
     lines = str(caught.value).splitlines()
     assert len(lines) == 2 and all("(and in 5 more entries that take it over)" in line for line in lines), lines
     assert sorted(line.split()[0] for line in lines) == ["inventory/overlays/x.yaml:3:", "inventory/overlays/x.yaml:4:"]
+
+
+@pytest.mark.parametrize(
+    ("overlay", "messages"),
+    [
+        ("vllm-base: null", ["inventory/serving.yaml:{extends}: .*: extends vllm-base, which {there}:2 removes"]),
+        ("vllm-base:\n    release: null", ["{there}:3: serving.vllm-base.release: is missing"]),
+        ('"*":\n    target: null', ["{there}:3: serving.vllm-base.target: is missing"]),
+    ],
+)
+def test_what_an_overlay_removes_is_missing_there(inventory: Path, overlay: str, messages: list[str]) -> None:
+    (inventory / "overlays" / "x.yaml").write_text(f"serving:\n  {overlay}\n")
+    extends = (inventory / "serving.yaml").read_text().partition("extends: vllm-base")[0].count("\n") + 1
+    with pytest.raises(CatalogError) as caught:
+        load_catalog("x.yaml", inventory)
+    for line, message in zip(str(caught.value).splitlines(), messages, strict=False):
+        assert re.match(message.format(extends=extends, there="inventory/overlays/x.yaml"), line), line
+
+
+@pytest.mark.parametrize("number", ["1234567890123456789012345678901234567890", "1.5", "2026-12-01", "yes"])
+def test_a_text_that_reads_as_something_else_needs_quotes(inventory: Path, number: str) -> None:
+    path = inventory / "checkpoints.yaml"
+    path.write_text(re.sub("revision: .*", f"revision: {number}", path.read_text(), count=1))
+    with pytest.raises(CatalogError, match=r"source\.revision: a text is expected: in YAML what reads .* needs quotes"):
+        load_catalog(None, inventory)
 
 
 @pytest.mark.parametrize("path", ["{models}/kimi-k2.5-int4", "{models}/kimi-k2.5-int4/drafter", "{models}"])

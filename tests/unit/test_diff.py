@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -101,3 +102,11 @@ def test_a_wrong_edit_is_named_and_a_wrong_commit_is_no_obstacle(
 def test_a_commit_that_is_not_there(inventory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert diff.main(["--ref", "nosuch"]) == 1
     assert "as of nosuch could not be read: fatal: not a valid object name" in capsys.readouterr().err
+
+
+def test_an_edit_that_takes_a_pin_away(inventory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = inventory / "checkpoints.yaml"
+    path.write_text(re.sub("(?m)^ *revision: .*\n", "", path.read_text(), count=1))
+    lines = differences(capsys)
+    at = lines.index("host one, findings:")
+    assert lines[at + 1].startswith("    + warning: checkpoint kimi-k2.5-int4 has no pinned revision"), lines

@@ -10,9 +10,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,21 @@ def test_every_verb_reaches_it(server: Server, tmp_path: Path, name: str) -> Non
     if Path("/usr/share/locale/de/LC_MESSAGES/coreutils.mo").exists():
         translated = subprocess.run([*ssh.words(flat, name), WORDS], capture_output=True, text=True, check=True)
         assert translated.stdout == "Verzeichnis\n"  # what the two above would have read
+
+
+def test_a_long_temporary_directory_leaves_room_for_a_socket(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("deep" * 20)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    monkeypatch.setattr(ssh, "_scratch", cache(ssh._scratch.__wrapped__))
+    data = {"ssh_hostname": "127.0.0.1", "ssh_port": server.port, "ssh_key": str(server.key)}
+    data |= {"ssh_user": getpass.getuser(), "ssh_known_hosts_file": str(tmp_path / "known")}
+    flat = ssh.config_of([{"name": "plain", "data": data}])
+    host = connect("plain", data, flat)
+    assert host.run(WORDS).stdout == "directory\n"
+    assert list(flat.parent.glob("cm-*")), "its connection is not shared"
 
 
 def pyinfra(*words: str) -> subprocess.CompletedProcess[str]:

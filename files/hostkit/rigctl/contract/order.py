@@ -61,6 +61,7 @@ SHAPES = {
 
 KINDS = {
     **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "keys and values are expected"),
+    "string_type": "a text is expected: in YAML what reads as a number, a date or a truth value needs quotes",
     "union_tag_not_found": "{discriminator} is missing",
     "union_tag_invalid": "{discriminator} is {tag!r}, not one of {expected_tags}",
 }
