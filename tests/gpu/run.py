@@ -40,7 +40,7 @@ from rig.artifacts.units import unit_files
 from rig.bench import ledger, report
 from rig.bench.analysis import point
 from rig.bench.collect import to_result
-from rig.bench.sweeps import find_sweep, generator_path, host_sweep
+from rig.bench.sweeps import LoadAxis, find_sweep, generator_path, host_sweep
 from rig.bench.variants import derive
 from rig.catalog.entries import Configuration, Listen
 from rig.cli.converge import pyinfra
@@ -80,7 +80,7 @@ DRAFTS: dict[str, Any] = {
 }
 RELEASES = {"vllm": "vllm-0.26.0", "sglang": "sglang-0.5.16"}
 # Attention backends that live beside each other; None: the engine's own choice.
-ATTENTION: dict[str, tuple[str | None, ...]] = {"vllm": (None,), "sglang": ("triton", None)}
+ATTENTION: dict[str, tuple[str | None, ...]] = {"vllm": (None, "TRITON_MLA"), "sglang": ("triton", None)}
 SUPERVISION = Limits(sample_seconds=2, drain_seconds=10, stop_seconds=30, restart_delay_seconds=2, gpu_wait_seconds=90)
 # The flag that names the largest CUDA graph of a decode step.
 GRAPHS = {"vllm": "max-cudagraph-capture-size", "sglang": "cuda-graph-max-bs-decode"}
@@ -766,6 +766,17 @@ STEPS: dict[str, Step] = {
         requests_per_stream=2,
         output_tokens=256,
         ignore_eos=True,
+    ),
+    # The cell of it that the first run's time did not reach.
+    "sglang-128": sweep(
+        "quick",
+        ["sglang-eagle3-custom"],
+        streams=128,
+        rounds=3,
+        requests_per_stream=2,
+        output_tokens=256,
+        ignore_eos=True,
+        loads=[LoadAxis(context=0, concurrency=[128])],
     ),
     "profile": sweep("profile", ["sglang-base", "sglang-eagle3-custom"]),
     "quick": sweep("quick", ["sglang-base", "sglang-eagle3-custom", "sglang-eagle3-aq-medai"]),
