@@ -2,9 +2,9 @@
 
 python3 tests/gpu/run.py OUT [--steps NAME,...] [--tp N] [--again] [--standin]
 
-Wheels of tests/gpu/wheels.py lie in /opt/carry; python3 holds the packages of requirements/control.txt. Each step
-writes what it found at once; one that is done is left alone unless --again, so an interrupted run goes on where it was.
-The table comes last, OUT gets at most eight files. --standin: a stand-in engine answers, for a rehearsal without GPUs.
+Wheels of tests/gpu/wheels.py lie in /opt/carry; python3 holds the packages of requirements/control.txt. Every user may
+read this tree, as engines start in its directory. Each step writes what it found at once; one that is done is left alone
+unless --again, so an interrupted run goes on where it was. The table comes last, OUT gets at most eight files. --standin: a stand-in engine answers, for a rehearsal without GPUs.
 Exit code 0: every step did as it should.
 """
 
@@ -194,9 +194,13 @@ def plan_of(variants: Iterable[Variant], *, standin: bool) -> HostPlan:
 def host_data() -> dict[str, Any]:
     """What this machine's inventory says: the engines whose locks have come so far."""
     there = [engine for engine, release in RELEASES.items() if (CARRY / f"{release}.txt").exists()]
+    large = LARGE.exists()
     return {
-        "catalogue_overlay": LARGE.name if LARGE.exists() else "gpu-proof.yaml",
-        "configurations": [entry for entry in DRAFTS if entry.partition("-")[0] in there],
+        "catalogue_overlay": LARGE.name if large else "gpu-proof.yaml",
+        # The drafters have the tiny target's sizes and are refused beside the large one.
+        "configurations": [
+            entry for entry, drafter in DRAFTS.items() if entry.partition("-")[0] in there and not (large and drafter)
+        ],
         "base_packages": [],
         "wheels": str(CARRY),
     }
@@ -345,7 +349,12 @@ def chosen_attention(name: str) -> list[str]:
     """The backends that vLLM names in its log, the target's first."""
     log = units.STATE / f"kimi-{name}.service.log"
     return [
-        *dict.fromkeys(re.findall(r"Using (\w+) (?:attention|MLA prefill) backend", log.read_text(errors="replace")))
+        *dict.fromkeys(
+            re.findall(
+                r"Using (?:AttentionBackendEnum\.)?(\w+) (?:attention |MLA prefill )?backend",
+                log.read_text(errors="replace"),
+            )
+        )
     ]
 
 
@@ -620,16 +629,19 @@ def overhead(entry: str) -> Step:
                 list(pool.map(lambda text: Engine(specification).completion(text, max_tokens=128), questions))
             return round(asked / (time.monotonic() - begin), 2)
 
-        found["warm"] = answers_a_second()
-        found["watching"], found["stopped"] = [], []
-        for _ in range(5):
-            found["watching"].append(answers_a_second())
-            os.kill(main, signal.SIGSTOP)
-            try:
-                found["stopped"].append(answers_a_second())
-            finally:
-                os.kill(main, signal.SIGCONT)
-        found["stop"] = stop(variant)
+        try:
+            found["warm"] = answers_a_second()
+            found["watching"], found["stopped"] = [], []
+            for _ in range(5):
+                found["watching"].append(answers_a_second())
+                os.kill(main, signal.SIGSTOP)
+                try:
+                    found["stopped"].append(answers_a_second())
+                finally:
+                    os.kill(main, signal.SIGCONT)
+        finally:
+            keep_log(variant.name)
+            found["stop"] = stop(variant)
 
     return step
 
