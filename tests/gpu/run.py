@@ -2,9 +2,10 @@
 
 python3 tests/gpu/run.py OUT [--steps NAME,...] [--tp N] [--again] [--standin]
 
-Wheels of tests/gpu/wheels.py lie in /opt/carry; python3 holds the packages of requirements/control.txt. Every user may
-read this tree, as engines start in its directory. Each step writes what it found at once; one that is done is left alone
-unless --again, so an interrupted run goes on where it was. The table comes last, OUT gets at most eight files. --standin: a stand-in engine answers, for a rehearsal without GPUs.
+Wheels of tests/gpu/wheels.py lie in /opt/carry; python3 holds the packages of requirements/control.txt. Engines start
+in the directory of this tree: every user may read it. Each step writes what it found at once; one that is done is left
+alone unless --again, so an interrupted run goes on where it was. The table comes last, OUT gets at most eight files.
+--standin: a stand-in engine answers, for a rehearsal without GPUs.
 Exit code 0: every step did as it should.
 """
 
