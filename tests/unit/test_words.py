@@ -41,11 +41,14 @@ JSON = st.recursive(
 
 
 def own_words(text: str) -> list[int]:
-    """Lines where a ValidationError is caught, and not put into words by the contract's functions."""
+    """Lines where a ValidationError is caught by a name, and not put into words by the contract's functions."""
     caught = [
         node
         for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.ExceptHandler) and node.type is not None and "ValidationError" in ast.unparse(node.type)
+        if isinstance(node, ast.ExceptHandler)
+        and node.type
+        and node.name
+        and "ValidationError" in ast.unparse(node.type)
     ]
     return [node.lineno for node in caught if not {"faults", "words"} & {*re.findall(r"\w+", ast.unparse(node))}]
 
