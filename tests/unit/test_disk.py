@@ -284,7 +284,7 @@ def test_status_of_a_host_counts_with_the_plan_that_it_has(monkeypatch: pytest.M
     run, script = subprocess.run, []
 
     def here(command: list[str], **more: Any) -> Any:
-        script.append(more["input"])
+        script.append(more["input"].decode())
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", here)
