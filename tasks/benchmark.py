@@ -69,7 +69,7 @@ def benchmark(plan: HostPlan) -> None:
             name="Load them into systemd", units=[layout.unit_name(made) for made in derived.made], files=files
         )
     served = [derived.plan.serving[one] for one in derived.names]
-    models = {one.target for one in served} | {one.speculation.drafter for one in served if one.speculation}
+    models = {name for one in served for name in one.used}
     paths = sorted({derived.plan.checkpoint_paths[model] for model in models})
     operations.measured(name="Measure", sweep=sweep, models=paths, keep=keep)
     operations.removed(name="Remove derived configurations", derived=derived)

@@ -8,9 +8,10 @@ Standard library only, since it also runs as a unit in the box. `--plan JSON` sa
     deaf: ignore SIGTERM; "while loading": only until it listens
     segment_mib: keep a shared memory segment of this size
 
-`--faults FILE` is read anew for each request: {"answer": "degenerate" | "empty" | "bytes" | "think" | "no-call"},
-{"status": 500}, {"slow": seconds}, {"moving": true} (counters move all the same), {"accept": share of drafts}, {"grow":
-MiB with each request}, {"pause": seconds between the words of a stream}.
+`--faults FILE` is read anew for each request: {"answer": "degenerate" | "empty" | "bytes" | "think" | "no-call" |
+"copy" | "copy in vain"} (a text that is to be repeated), {"ngram": true} (it drafts with the answer "copy" alone),
+{"status": 500}, {"slow": seconds}, {"moving": true} (counters move all the same), {"accept": share of drafts},
+{"grow": MiB with each request}, {"pause": seconds between the words of a stream}.
 """
 
 from __future__ import annotations
@@ -137,11 +138,13 @@ class Handler(BaseHTTPRequestHandler):
                 self.reply(faults.get("status") or 500, {"error": "EngineDeadError"})
                 return
             count = min(int(body.get("max_tokens", 16)), 24)
+            asked = (body.get("messages") or [{"content": ""}])[-1]["content"].rpartition("\n\n")[2]
+            drafting = not faults.get("ngram") or (faults.get("answer") == "copy" and "salt" in asked)
             with state.lock:
                 state.tokens += count
-                state.drafts += count // (1 + DRAFT_TOKENS)
-                state.accepted += int(count // (1 + DRAFT_TOKENS) * DRAFT_TOKENS * faults.get("accept", 1.0))
-            choice = answer(faults.get("answer"), bool(body.get("tools")))
+                state.drafts += count // (1 + DRAFT_TOKENS) * drafting
+                state.accepted += int(count // (1 + DRAFT_TOKENS) * DRAFT_TOKENS * faults.get("accept", drafting))
+            choice = answer(faults.get("answer"), bool(body.get("tools")), asked)
             if body.get("stream"):
                 self.stream(choice, float(faults.get("pause", 0)))
             else:
@@ -170,8 +173,8 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(b"0\r\n\r\n")
 
 
-def answer(fault: str | None, tools: bool) -> dict[str, Any]:
-    """One choice of a chat completion."""
+def answer(fault: str | None, tools: bool, asked: str) -> dict[str, Any]:
+    """One choice of a chat completion. asked: the last paragraph of the question."""
     message: dict[str, Any] = {"role": "assistant", "reasoning": THOUGHT, "content": ANSWER}
     if fault == "degenerate":
         message |= {"reasoning": "", "content": "!" * 64}
@@ -181,6 +184,8 @@ def answer(fault: str | None, tools: bool) -> dict[str, Any]:
         message |= {"content": "A token is \ufffd\ufffd"}
     elif fault == "think":
         message |= {"reasoning": None, "content": f"<think>{THOUGHT}</think>{ANSWER}"}
+    elif fault in ("copy", "copy in vain") and len(asked) > 100:
+        message |= {"content": asked}
     elif tools and fault != "no-call":
         call = {"name": "get_weather", "arguments": json.dumps({"city": "Paris"})}
         message |= {"content": None, "tool_calls": [{"id": "1", "type": "function", "function": call}]}

@@ -60,7 +60,7 @@ def fits(plan: HostPlan) -> tuple[tuple[Fit, ...], dict[str, str]]:
             continue
         engine = plan.environments[entry.release].release.engine
         account = partial(configuration_fit, name, entry, engine, int(entry.memory_fraction * memory * MIB))
-        drafter = entry.speculation.drafter if entry.speculation else None
+        drafter = entry.drafter
         of = entry.target
         try:
             target = _model(plan, entry.target)

@@ -49,11 +49,8 @@ def run_specification(plan: HostPlan, name: str) -> RunSpecification:
         "series": environment.series_on_host,
         "speculation": speculation
         and {
-            "method": "eagle3",
-            "drafter": speculation.drafter,
-            "steps": speculation.steps,
-            "draft_tokens": speculation.draft_tokens or speculation.steps + 1,
-            "break_even_length": speculation.break_even_length,
+            **speculation.model_dump(include={"method", "drafter", "steps", "break_even_length"}),
+            "draft_tokens": speculation.verified,
         },
         "checkpoints": used_checkpoints(plan, configuration),
         "harmless_log": release.harmless_log,
@@ -68,7 +65,7 @@ def run_specification(plan: HostPlan, name: str) -> RunSpecification:
         "same_as": [],
     }
     order = RunSpecification.validated(content, f"serving.{name}")
-    sources = [plan.checkpoints[used].source for used in _checkpoints_of(configuration)]
+    sources = [plan.checkpoints[used].source for used in configuration.used]
     content = started_with(order, unit, sources)
     now, before = canonical_digest(content), previous_digest.digest(content)
     return order.model_copy(update={"digest": now, "same_as": [before] if before != now else []})
@@ -135,43 +132,43 @@ def live_settings(settings: HostSettings, later: Collection[str] = ()) -> LiveSe
 
 def used_checkpoints(plan: HostPlan, configuration: Configuration) -> ServedCheckpoints:
     """What the pre-checks of a unit need to know of its checkpoints."""
-    speculation = configuration.speculation
+    drafter = configuration.drafter
     return ServedCheckpoints(
         target=configuration.target,
-        drafter=plan.derived_from.get(speculation.drafter, speculation.drafter) if speculation else None,
+        drafter=plan.derived_from.get(drafter, drafter) if drafter else None,
         version=plan.environments[configuration.release].release.version,
         context=configuration.context_length,
         trust_remote_code=configuration.trust_remote_code,
-        training=plan.checkpoints[speculation.drafter].training if speculation else None,
+        training=plan.checkpoints[drafter].training if drafter else None,
     )
 
 
 def pairs(plan: HostPlan) -> DrafterPairs:
-    """Every configuration with a drafter, as `rigctl checkpoints pairs` takes it."""
+    """Every configuration that drafts with files, as `rigctl checkpoints pairs` takes it."""
     found = []
     for name, configuration in plan.serving.items():
         at = plan.locations(configuration)
-        if configuration.speculation is None or at.drafter is None:
+        speculation = configuration.speculation
+        if speculation is None or speculation.method == "ngram":
             continue
         # Permissions to go beyond a model's limits; the rest is no business of the fit.
         allowed = {k: v for k, v in engine_environment(plan, configuration).items() if "_ALLOW_" in k}
         found.append(
             DrafterPair(
                 name=name,
+                method=speculation.method,
+                steps=speculation.steps,
                 engine=plan.environments[configuration.release].release.engine,
                 release=configuration.release,
+                environment_path=plan.environments[configuration.release].path,
                 target_path=at.target,
                 drafter_path=at.drafter,
-                checkpoint_path=plan.checkpoint_paths[configuration.speculation.drafter],
+                checkpoint_path=plan.checkpoint_paths[speculation.drafter] if speculation.drafter else None,
                 checkpoints=used_checkpoints(plan, configuration),
                 environment=allowed,
             )
         )
     return DrafterPairs(pairs=found)
-
-
-def _checkpoints_of(configuration: Configuration) -> list[str]:
-    return [configuration.target, *([configuration.speculation.drafter] if configuration.speculation else [])]
 
 
 def engine_environment(plan: HostPlan, configuration: Configuration) -> dict[str, str]:

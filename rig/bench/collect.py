@@ -48,14 +48,19 @@ def served_as(derived: Derived, name: str, digest: str, facts: HostFacts) -> led
     speculation = configuration.speculation
     drafter = _by_flags(configuration)
     if speculation is not None:
-        entry = plan.checkpoints[speculation.drafter]
         drafter = ledger.Drafter(
-            name=speculation.drafter,
+            name=speculation.drafter or speculation.method,
+            method=speculation.method,
             steps=speculation.steps,
             draft_tokens=speculation.draft_tokens if release.engine == "sglang" else None,
-            targets=trained_for(entry),
-            layer_ids=facts.models.get(plan.checkpoint_paths[speculation.drafter], ModelFacts()).layer_ids,
         )
+        if speculation.drafter:
+            path = plan.checkpoint_paths[speculation.drafter]
+            known = {
+                "targets": trained_for(plan.checkpoints[speculation.drafter]),
+                "layer_ids": facts.models.get(path, ModelFacts()).layer_ids,
+            }
+            drafter = drafter.model_copy(update=known)
     layers = facts.models.get(plan.checkpoint_paths[configuration.target], ModelFacts()).layers
     return ledger.ServedAs(
         name=name,
@@ -70,7 +75,7 @@ def served_as(derived: Derived, name: str, digest: str, facts: HostFacts) -> led
 
 
 def _by_flags(configuration: Configuration) -> ledger.Drafter | None:
-    """Speculation without a drafter of its own (n-gram), which is a matter of flags."""
+    """Speculation that an entry gives as flags of its own, as those of n-gram had to before it was a method."""
     flags = configuration.flags
     vllm, sglang = flags.get("speculative-config"), flags.get("speculative-algorithm")
     if isinstance(vllm, dict):

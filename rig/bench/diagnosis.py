@@ -1,10 +1,11 @@
-"""Why does a drafter do badly? Tells wrong features, wrong model, temperature and ordinary quality apart. Pure.
+"""Why does speculation do badly? Each method has its own causes: of a drafter wrong features, the wrong model or plain
+quality, of a model's own head (MTP) its loss, of n-gram a text that does not repeat. Pure.
 
 Sources: engines.md 1.3; vllm#43671 (aux layers off by one: about 10 % at position 0 instead of 45 %); vllm#50170 (wrong
-default layers: 1.2 % against 58.9 %).
+default layers: 1.2 % against 58.9 %); card of sakamakismile/Qwen3.6-27B-Text-NVFP4-MTP (quantisers drop the head: 0 %).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,15 +18,16 @@ FLOOR_LENGTH = 1.25
 NOT_COUNTED = "acceptance by position was not counted"
 OTHER_EPOCHS = "other epochs of the same training as variants of a sweep (key speculation.drafter), then more data"
 
-Cause = Literal["wrong features", "wrong model", "temperature", "quality"]
+Cause = Literal["wrong features", "wrong model", "lost head", "no repetition", "temperature", "quality"]
 Weight = Literal["likely", "possible", "ruled out"]
 """In the order in which hypotheses are shown."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a drafter at work. positions: accepted share by position; layers: of the target."""
+    """What is known of speculation at work. positions: accepted share by position; layers: of the target."""
 
+    method: str
     length: float
     positions: Sequence[float]
     temperature: float
@@ -55,12 +57,8 @@ def diagnose(evidence: Evidence) -> list[Hypothesis]:
     """
     if evidence.length >= (evidence.break_even or FLOOR_LENGTH):
         return []
-    found = [
-        Hypothesis("wrong features", *_features(evidence), _other_layers(evidence)),
-        Hypothesis("wrong model", *_model(evidence), "a drafter trained for this target, everything else the same"),
-        Hypothesis("temperature", *_temperature(evidence), "the sweep `greedy`: the same cell at temperature 0"),
-        Hypothesis("quality", *_quality(evidence), OTHER_EPOCHS),
-    ]
+    asked = CAUSES.get(evidence.method, CAUSES["eagle3"])
+    found = [Hypothesis(cause, *why(evidence), experiment(evidence)) for cause, (why, experiment) in asked.items()]
     return sorted(found, key=lambda hypothesis: get_args(Weight).index(hypothesis.weight))
 
 
@@ -123,3 +121,45 @@ def _quality(evidence: Evidence) -> tuple[Weight, str]:
         return "possible", "rule the others out first: training alone rarely loses position 0"
     shown = ", ".join(f"{share:.0%}" for share in evidence.positions)
     return "likely", f"acceptance falls off by position ({shown}) from a sound start"
+
+
+def _head(evidence: Evidence) -> tuple[Weight, str]:
+    if not evidence.positions:
+        return "possible", NOT_COUNTED
+    first = evidence.positions[0]
+    if first < COLLAPSED_FIRST:
+        return "likely", f"only {first:.0%} are accepted at position 0: the head's tensors are not those of the model"
+    return "ruled out", f"{first:.0%} are accepted at position 0"
+
+
+def _repetition(evidence: Evidence) -> tuple[Weight, str]:
+    return "likely", "it drafts only what the text has said already, and this load repeats little"
+
+
+Why = Callable[[Evidence], tuple[Weight, str]]
+Experiment = Callable[[Evidence], str]
+
+_TEMPERATURE: tuple[Why, Experiment] = (_temperature, lambda _: "the sweep `greedy`: the same cell at temperature 0")
+_DRAFTER: dict[Cause, tuple[Why, Experiment]] = {
+    "wrong features": (_features, _other_layers),
+    "wrong model": (_model, lambda _: "a drafter trained for this target, everything else the same"),
+    "temperature": _TEMPERATURE,
+    "quality": (_quality, lambda _: OTHER_EPOCHS),
+}
+CAUSES: Mapping[str, Mapping[Cause, tuple[Why, Experiment]]] = {
+    "eagle3": _DRAFTER,
+    "dflash": _DRAFTER,
+    "mtp": {
+        "lost head": (_head, lambda _: "the checkpoint as its makers published it, everything else the same"),
+        "temperature": _TEMPERATURE,
+        "quality": (_quality, lambda _: "fewer steps: beyond its own layers a head drafts from its own drafts"),
+    },
+    "ngram": {
+        "no repetition": (
+            _repetition,
+            lambda _: "a load whose answers repeat their prompts, such as code to be edited",
+        ),
+        "temperature": _TEMPERATURE,
+    },
+}
+"""What may be wrong, by method: the evidence for it, and the experiment that decides."""

@@ -26,6 +26,9 @@ class Drafter(Drafting):
     """How a configuration speculates."""
 
     name: str
+    """Of the checkpoint; of the method where it has none."""
+    method: str | None = None
+    """None in entries of before it was recorded: the name's where that is a method, else eagle3."""
     targets: list[str] = Field(default_factory=list)
     layer_ids: list[int] | None = None
 

@@ -73,11 +73,10 @@ def derive(plan: HostPlan, sweep: SweepEntry, configurations: Sequence[str]) -> 
     )
     made = [f"{base}.{variant}" for base in configurations for variant in variants]
     for name in made:
-        speculation = serving[name].speculation
-        if speculation is not None and speculation.drafter not in derived.checkpoint_paths:
+        drafter = serving[name].drafter
+        if drafter is not None and drafter not in derived.checkpoint_paths:
             raise CatalogError(
-                f"variant {name}: drafter {speculation.drafter} is not on this host; "
-                "deploy a configuration that uses it first"
+                f"variant {name}: drafter {drafter} is not on this host; deploy a configuration that uses it first"
             )
     return Derived(derived, made, made, drafters)
 
@@ -120,9 +119,9 @@ def _shifted(plan: HostPlan, base: str, variant: str, shift: Any) -> ShiftedDraf
     if type(shift) is not int:
         raise CatalogError(f"variant {base}.{variant}: {LAYER_SHIFT} is a whole number (got {shift!r})")
     configuration = plan.serving[base]
-    if configuration.speculation is None:
+    source = configuration.drafter
+    if source is None:
         raise CatalogError(f"variant {variant} shifts a drafter's layer ids, {base} has no drafter")
-    source = configuration.speculation.drafter
     name = f"{source}.{variant}"
     path = f"{plan.data.drafters}/.bench/{name}"
     return ShiftedDrafter(name, source, path, plan.checkpoint_paths[configuration.target], shift)

@@ -18,6 +18,7 @@ from rig.bench.analysis import (
 from rig.bench.diagnosis import Evidence, Hypothesis, diagnose
 from rig.bench.fairness import Finding, Severity, compare_conditions, limits_of_references
 from rig.bench.ledger import Reference, Result, ServedAs
+from rigctl.contract.speculation import Method
 
 
 @dataclass(frozen=True)
@@ -240,8 +241,10 @@ def diagnose_point(study: Study, scene: Scene, point: Point) -> list[Hypothesis]
     greedy = Scene(scene.prompts, 0.0, scene.context)
     cold = dict(study.line(greedy, name)).get(concurrency) if scene.temperature else None
     layers = point.result.configuration.details.get("target_layers")
+    named = drafter.name if drafter.name in get_args(Method) else "eagle3"
     return diagnose(
         Evidence(
+            method=drafter.method or named,
             length=point.length,
             positions=point.counters.positions,
             temperature=scene.temperature,

@@ -29,7 +29,9 @@ from pydantic import (
     model_validator,
 )
 
+from rig.catalog.defaults import DRAFTERS_DRAFT, with_defaults
 from rig.catalog.kept_layers import Memory
+from rig.catalog.speculation_flags import FLAGS
 from rig.catalog.yaml_source import CatalogError, Document, load
 from rigctl.contract.checkpoint_job import Role
 from rigctl.contract.environment_build import Index
@@ -50,6 +52,7 @@ from rigctl.contract.order import Part, keys, nearest, words
 from rigctl.contract.order import place as place_of
 from rigctl.contract.served_checkpoints import Provenance, Training
 from rigctl.contract.sources import Source
+from rigctl.contract.speculation import WITH_DRAFTER, Method, check_drafter
 from rigctl.errors import RigctlError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,11 +191,16 @@ class Listen(Entry):
 
 
 class Speculation(Entry):
-    """EAGLE-3 speculation: which drafter, and how many tokens it drafts a step."""
+    """Speculation: by which method, with which drafter, and how many tokens are drafted a step."""
 
-    drafter: Text
+    method: Method = "eagle3"
+    """When unset, the method of the drafter's entry."""
+    drafter: Text | None = None
+    """A checkpoint, for the methods that need one: eagle3 and dflash. mtp drafts by the target's own head, ngram by
+    what the text says already."""
     steps: Annotated[int, Field(ge=1, le=16)] = 3
-    """Drafted tokens a step: vLLM's num_speculative_tokens, SGLang's --speculative-num-steps."""
+    """Drafted tokens a step: vLLM's num_speculative_tokens, SGLang's --speculative-num-steps. Of mtp, when unset, what
+    the target's entry recommends."""
     topk: Annotated[int, Field(ge=1)] = 1
     draft_tokens: Annotated[int, Field(ge=2)] | None = None
     """SGLang only; topk 1 forces steps + 1 (engines.md, section 2)."""
@@ -200,6 +208,16 @@ class Speculation(Entry):
     """Further keys of vLLM's --speculative-config, such as attention_backend."""
     break_even_length: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
     """Acceptance length below which it is slower than no drafter, once measured; the host's acceptance_floor else."""
+
+    @model_validator(mode="after")
+    def _drafter_where_the_method_has_one(self) -> Self:
+        check_drafter(self.method, self.drafter)
+        return self
+
+    @property
+    def verified(self) -> int:
+        """Tokens that one step verifies, with the bonus token."""
+        return self.draft_tokens or self.steps + 1
 
 
 class Accept(Entry):
@@ -241,6 +259,30 @@ class Configuration(Entry):
     """Variable -> file of the machine that deploys, which only its owner reads: the engine gets its one line."""
     accept: Accept = Accept()
 
+    @property
+    def drafter(self) -> str | None:
+        """Name of the drafter's checkpoint; None where it speculates without one, or not."""
+        return self.speculation.drafter if self.speculation else None
+
+    @property
+    def used(self) -> list[str]:
+        """Names of the checkpoints that it serves with."""
+        return [self.target, *([self.drafter] if self.drafter else [])]
+
+
+class Head(Entry):
+    """Layers in a target's own checkpoint that draft (MTP)."""
+
+    layers: Annotated[int, Field(ge=1)] = 1
+    steps: Annotated[int, Field(ge=1, le=16)] | None = None
+    """Drafted tokens a step that its makers recommend."""
+
+
+class Heads(Entry):
+    """What a target can draft with by itself."""
+
+    mtp: Head | None = None
+
 
 class Checkpoint(Entry):
     """A model or a drafter: where it comes from and where it lies on the host."""
@@ -253,6 +295,10 @@ class Checkpoint(Entry):
     """sha256 of files that are known from elsewhere: whatever the source lists must agree."""
     bandwidth_limit: Annotated[int, Field(ge=1)] | None = None
     """Bytes a second that staging may take."""
+    heads: Heads = Heads()
+    """Targets only: what its own files can draft with."""
+    method: Method | None = None
+    """Drafters only: how it drafts, eagle3 when unset."""
     targets: list[str] = []
     """Drafters only: the targets it may serve; another target is allowed and told."""
     bytes: Annotated[int, Field(ge=1)] | None = None
@@ -266,9 +312,14 @@ class Checkpoint(Entry):
     notes: str = ""
 
     @model_validator(mode="after")
-    def _training_is_a_drafters(self) -> Self:
-        if self.role == "target" and (self.training != Training() or self.provenance != Provenance()):
-            raise ValueError("training and provenance belong to drafters")
+    def _each_role_has_its_own(self) -> Self:
+        drafters = self.training != Training() or self.provenance != Provenance() or self.method
+        if self.role == "target" and drafters:
+            raise ValueError("training, provenance and method belong to drafters")
+        if self.role == "drafter" and self.heads != Heads():
+            raise ValueError("heads belong to targets")
+        if self.method not in (None, *WITH_DRAFTER):
+            raise ValueError(f"{self.method} has no drafter; a drafter's method is one of {', '.join(WITH_DRAFTER)}")
         return self
 
 
@@ -367,7 +418,7 @@ def _load(overlay: str | None, inventory: Path) -> Catalog:
             raise CatalogError(f"catalogue_overlay: inventory/overlays/{overlay} cannot be read: there is no such file")
         documents = _overlaid(documents, _read(inventory, f"overlays/{overlay}"))
     findings: list[Finding] = []
-    documents["serving"] = _resolve_extends(documents["serving"], findings)
+    documents["serving"] = with_defaults(_resolve_extends(documents["serving"], findings), documents["checkpoints"])
     catalog = Catalog(
         _parse(documents["serving"], Configuration, "serving", findings),
         _parse(documents["checkpoints"], Checkpoint, "checkpoints", findings),
@@ -512,6 +563,7 @@ def _cross_check(catalog: Catalog, documents: Mapping[str, Document]) -> Iterato
 
         yield from _check_references(configuration, catalog, finding)
         yield from _check_limits(configuration, catalog, finding)
+        yield from _check_speculation(configuration, catalog, finding)
         for key in configuration.secrets:
             if key in OWN_KEYS or key in configuration.environment:
                 yield finding(["secrets", key], f"is set by {OWN_KEYS.get(key, '`environment`')}, not here")
@@ -611,8 +663,8 @@ def _check_references(configuration: Configuration, catalog: Catalog, finding: T
     if configuration.release not in catalog.releases:
         yield finding(["release"], f"there is no release {configuration.release}{_known(catalog.releases)}")
     wanted = [(["target"], configuration.target, "target")]
-    if configuration.speculation is not None:
-        wanted.append((["speculation", "drafter"], configuration.speculation.drafter, "drafter"))
+    if configuration.drafter is not None:
+        wanted.append((["speculation", "drafter"], configuration.drafter, "drafter"))
     for key, name, role in wanted:
         checkpoint = catalog.checkpoints.get(name)
         if checkpoint is None:
@@ -632,25 +684,60 @@ def _check_limits(configuration: Configuration, catalog: Catalog, finding: Tell)
         yield finding(["tensor_parallel"], f"{configuration.tensor_parallel} does not divide {len(gpus)} GPUs")
     if release is not None and release.accelerator == "cuda" and not gpus:
         yield finding(["gpus"], f"release {configuration.release} needs at least one GPU")
-    speculation = configuration.speculation
+
+
+def _check_speculation(configuration: Configuration, catalog: Catalog, finding: Tell) -> Iterator[Finding]:
+    """The method is one that drafter, target and release know."""
+    speculation, release = configuration.speculation, catalog.releases.get(configuration.release)
     if speculation is None:
         return
+    method, key = speculation.method, "speculation"
+    drafter, target = catalog.checkpoints.get(speculation.drafter or ""), catalog.checkpoints.get(configuration.target)
+    if drafter is not None and drafter.role == "drafter" and method != (drafter.method or DRAFTERS_DRAFT):
+        yield finding(
+            [key, "method"], f"is {method}, but {speculation.drafter} drafts by {drafter.method or DRAFTERS_DRAFT}"
+        )
+    if method == "mtp" and target is not None and target.heads.mtp is None:
+        yield finding(
+            [key, "method"],
+            f"checkpoints.{configuration.target} names no head of its own to draft with: if its files have one, say so "
+            "there (`heads: {mtp: {layers: 1}}`)",
+        )
     if speculation.topk == 1 and speculation.draft_tokens not in (None, speculation.steps + 1):
-        yield finding(["speculation", "draft_tokens"], f"topk 1 forces steps + 1 = {speculation.steps + 1}")
-    if release is not None and release.engine == "sglang" and speculation.options:
-        yield finding(["speculation", "options"], "is for vLLM's --speculative-config; SGLang takes such as `flags`")
-    if release is not None and release.engine == "vllm" and speculation.topk != 1:
-        yield finding(["speculation", "topk"], "is SGLang's: vLLM drafts one chain")
+        yield finding([key, "draft_tokens"], f"topk 1 forces steps + 1 = {speculation.steps + 1}")
+    if release is None:
+        return
+    if release.engine == "sglang" and speculation.options:
+        yield finding([key, "options"], "is for vLLM's --speculative-config; SGLang takes such as `flags`")
+    if release.engine == "vllm" and speculation.topk != 1:
+        yield finding([key, "topk"], "is SGLang's: vLLM drafts one chain")
+    if speculation.topk != 1 and method in ("ngram", "dflash"):
+        yield finding([key, "topk"], f"is for eagle3 and mtp: {method} drafts one chain")
+    known, word = recorded_names(configuration.release, "methods"), FLAGS[release.engine, method].word
+    if known is not None and word not in known:
+        yield finding([key, "method"], f"{configuration.release} knows no {word}; it knows {', '.join(sorted(known))}")
 
 
 @cache
-def _recorded_options(release: str) -> Mapping[str, str] | None:
-    """Flag -> default (repr) of a release's own parser, as `make release-add` recorded them; None without a record."""
+def _record(release: str) -> Mapping[str, Any]:
+    """What a release said of itself to `make release-add`; empty without a record."""
     try:
-        options: dict[str, str] = json.loads((ROOT / f"files/releases/{release}.json").read_text())["options"]
+        found: dict[str, Any] = json.loads((ROOT / f"files/releases/{release}.json").read_text())
     except FileNotFoundError:
-        return None
+        return {}
+    return found
+
+
+def _recorded_options(release: str) -> Mapping[str, str] | None:
+    """Flag -> default (repr) of a release's own parser; None without a record."""
+    options: Mapping[str, str] | None = _record(release).get("options")
     return options
+
+
+def recorded_names(release: str, what: str) -> frozenset[str] | None:
+    """Names that a release knows (rigctl/engine_registry.py: methods, architectures, ...); None without a record."""
+    names = _record(release).get("registry", {}).get(what)
+    return None if names is None else frozenset(names)
 
 
 def negative_form(release: str, flag: str) -> list[str]:

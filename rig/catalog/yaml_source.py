@@ -69,12 +69,25 @@ class Document:
             else:
                 child = Document(value, over.section(name).places)
             result.places = {path: place for path, place in result.places.items() if path[:1] != (name,)}
-            # Of what null removes the place stays: what is missing is missing there.
+            # Of what null removes the place stays: what is missing is missing there, and `filled` puts nothing there.
             result.places |= {(name, *path): place for path, place in child.places.items()}
             if value is None:
                 result.data.pop(name, None)
             else:
                 result.data[name] = child.data
+        return result
+
+    def filled(self, under: Document) -> Document:
+        """This document with what only `under` has. A key that is written here, if only to remove it, stays."""
+        result = Document(dict(self.data), dict(self.places))
+        for name, value in under.data.items():
+            mine, child = self.data.get(name), Document(value, under.section(name).places)
+            if isinstance(mine, Mapping) and isinstance(value, Mapping):
+                child = self.section(name).filled(child)
+            elif name in self.data or (name,) in self.places:
+                continue
+            result.data[name] = child.data
+            result.places |= {(name, *path): place for path, place in child.places.items()}
         return result
 
 

@@ -166,7 +166,8 @@ def with_host(configuration: Configuration, engine: str, settings: HostSettings)
         return configuration
     chosen = settings.engine_flags.get(engine, {})
     flags = {name: True if value == "true" else value for name, value in chosen.items()}
-    kind = "base" if configuration.speculation is None else "eagle3"
+    drafts = configuration.speculation is not None and configuration.speculation.method != "ngram"
+    kind = "eagle3" if drafts else "base"
     if int(str(configuration.flags.get("decode-context-parallel-size", 1))) >= 8 and kind == "eagle3":
         kind = "eagle3-dcp8"
     fraction = settings.memory_fraction.get(f"{engine}.{kind}")

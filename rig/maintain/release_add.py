@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from rig.cli.arguments import Options, parse
 from rig.cli.converge import ended
 from rig.maintain.locks import LOCKS, LockError, Recipe, read_recipes, write_lock
 from rig.plan.command_lines import Locations, command_line
-from rigctl import builder
+from rigctl import builder, engine_registry
 from rigctl.contract.comparison import version_tuple
 from rigctl.contract.environment_build import EnvironmentBuild, Index
 from rigctl.engines import environment, probes
@@ -68,14 +68,16 @@ class ReleaseError(Exception):
 
 @dataclass(frozen=True)
 class Facts:
-    """What an installed engine says of itself: flag -> default as its parser has it; names of its metrics."""
+    """What an installed engine says of itself: flag -> default as its parser has it; names of its metrics; what its
+    registry knows by name (rigctl/engine_registry.py)."""
 
     options: Mapping[str, str]
     metrics: Sequence[str]
+    registry: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Facts:
-        return cls(answer["options"], answer["metrics"])
+        return cls(answer["options"], answer["metrics"], answer["registry"])
 
     @classmethod
     def read(cls, release: str, folder: Path | None = None) -> Facts | None:
@@ -86,7 +88,8 @@ class Facts:
     def text(self) -> str:
         """As recorded, without defaults that differ each time: addresses, the probe's own directory."""
         options = {flag: default for flag, default in sorted(self.options.items()) if not UNSTABLE.search(default)}
-        return json.dumps({"options": options, "metrics": sorted(self.metrics)}, indent=1) + "\n"
+        registry = {what: sorted(names) for what, names in self.registry.items()}
+        return json.dumps({"options": options, "metrics": sorted(self.metrics), "registry": registry}, indent=1) + "\n"
 
 
 def differences(old: Facts, new: Facts) -> list[str]:
@@ -100,8 +103,12 @@ def differences(old: Facts, new: Facts) -> list[str]:
     lines = [f"flag gone: {flag}" for flag in gone]
     lines += [f"flag new: {flag} (default {new.options[flag]})" for flag in come]
     lines += [f"default changed: {flag}: {_change(old.options[flag], new.options[flag])}" for flag in changed]
-    lines += [f"metric gone: {name}" for name in sorted(set(old.metrics) - set(new.metrics))]
-    return lines + [f"metric new: {name}" for name in sorted(set(new.metrics) - set(old.metrics))]
+    lists = {"metric": (old.metrics, new.metrics)}
+    lists |= {what.replace("_", " "): (old.registry[what], new.registry.get(what, [])) for what in old.registry}
+    for what, (before, after) in lists.items():
+        lines += [f"{what} gone: {name}" for name in sorted(set(before) - set(after))]
+        lines += [f"{what} new: {name}" for name in sorted(set(after) - set(before))]
+    return lines
 
 
 def _change(old: str, new: str) -> str:
@@ -205,6 +212,7 @@ def ask(path: Path, engine: str, commands: Sequence[Sequence[str]] = ()) -> dict
     """Everything an installed engine can be asked without a GPU."""
     answer = probes.ask(path, engine, commands, options=True)
     answer["metrics"] = probes.metric_names(site_packages(path), engine)
+    answer["registry"] = vars(engine_registry.read(path, engine))
     return answer
 
 

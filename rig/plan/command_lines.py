@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rig.catalog.entries import Configuration, FlagValue, Release, negative_form
+from rig.catalog.entries import Configuration, FlagValue, Release, Speculation, negative_form
+from rig.catalog.speculation_flags import DRAFTER, FLAGS, STEPS, TOPK, VERIFIED, filled
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ def command_line(
     dialect = {"vllm": _vllm, "sglang": _sglang}[release.engine]
     argv = [at.python, *release.launch]
     drain = {"shutdown-timeout": drain_seconds} if release.drain == "flag" and drain_seconds is not None else {}
-    for name, value in {**dialect(configuration, at), **drain, **configuration.flags}.items():
+    drafts = _speculation(release.engine, configuration.speculation, at)
+    for name, value in {**dialect(configuration, at), **drafts, **drain, **configuration.flags}.items():
         argv += negative_form(configuration.release, name) if value is False else [f"--{name}", *_words(value)]
     return argv
 
@@ -55,14 +57,6 @@ def _vllm(configuration: Configuration, at: Locations) -> dict[str, FlagValue]:
         "reasoning-parser": configuration.reasoning_parser,
         "trust-remote-code": configuration.trust_remote_code,
     }
-    speculation = configuration.speculation
-    if speculation is not None and at.drafter is not None:
-        flags["speculative-config"] = {
-            "method": "eagle3",
-            "model": at.drafter,
-            "num_speculative_tokens": speculation.steps,
-            **speculation.options,
-        }
     return _present(flags)
 
 
@@ -80,16 +74,17 @@ def _sglang(configuration: Configuration, at: Locations) -> dict[str, FlagValue]
         "reasoning-parser": configuration.reasoning_parser,
         "trust-remote-code": configuration.trust_remote_code,
     }
-    speculation = configuration.speculation
-    if speculation is not None and at.drafter is not None:
-        flags |= {
-            "speculative-algorithm": "EAGLE3",
-            "speculative-draft-model-path": at.drafter,
-            "speculative-num-steps": speculation.steps,
-            "speculative-eagle-topk": speculation.topk,
-            "speculative-num-draft-tokens": speculation.draft_tokens or speculation.steps + 1,
-        }
     return _present(flags)
+
+
+def _speculation(engine: str, speculation: Speculation | None, at: Locations) -> dict[str, FlagValue]:
+    if speculation is None:
+        return {}
+    values = {DRAFTER: at.drafter, STEPS: speculation.steps, TOPK: speculation.topk, VERIFIED: speculation.verified}
+    flags: dict[str, FlagValue] = filled(FLAGS[engine, speculation.method].flags, values)
+    if speculation.options:  # of vLLM alone (rig/catalog/entries.py)
+        flags = {name: {**value, **speculation.options} for name, value in flags.items() if isinstance(value, dict)}
+    return flags
 
 
 def _present(flags: Mapping[str, FlagValue | None]) -> dict[str, FlagValue]:

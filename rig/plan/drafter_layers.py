@@ -13,7 +13,7 @@ from rigctl.contract.eagle3_conventions import MISMATCH, Engine, trained_input_i
 
 def drafters_json(plan: HostPlan) -> list[dict[str, Any]]:
     """One object a configuration with a drafter."""
-    return [_object(plan, name, one, one.speculation.drafter) for name, one in plan.serving.items() if one.speculation]
+    return [_object(plan, name, one, one.drafter) for name, one in plan.serving.items() if one.drafter]
 
 
 def _object(plan: HostPlan, name: str, configuration: Configuration, drafter: str) -> dict[str, Any]:

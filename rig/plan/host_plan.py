@@ -172,11 +172,10 @@ class HostPlan:
 
     def locations(self, configuration: Configuration) -> Locations:
         """The paths a configuration's command line names."""
-        speculation = configuration.speculation
         return Locations(
             python=self.environments[configuration.release].interpreter,
             target=self.checkpoint_paths[configuration.target],
-            drafter=self._drafter(speculation.drafter, configuration.release) if speculation else None,
+            drafter=self._drafter(configuration.drafter, configuration.release) if configuration.drafter else None,
         )
 
     def workload(self, configuration: Configuration) -> Workload:
@@ -261,7 +260,7 @@ def questions(data: Mapping[str, Any]) -> dict[str, Any]:
     host = _host_data(data)
     catalog = load_catalog(host.catalogue_overlay)
     used = _chosen(host, catalog).values()
-    names = {c.target for c in used} | {c.speculation.drafter for c in used if c.speculation}
+    names = {name for one in used for name in one.used}
     folders = sorted(_checkpoint_path(catalog.checkpoints[name], host) for name in names)
     paths = [host.ml_env, host.models, host.drafters]
     # A checkpoint may lie elsewhere: its space is then asked of its own folder.
@@ -314,7 +313,7 @@ def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings
     edge, serving = reached(host, _chosen(host, catalog))
     python = _python_of(distribution)
     names = sorted({configuration.target for configuration in serving.values()})
-    names += sorted({c.speculation.drafter for c in serving.values() if c.speculation})
+    names += sorted({one.drafter for one in serving.values() if one.drafter})
     checkpoints = {name: catalog.checkpoints[name] for name in names}
     paths = {name: _checkpoint_path(entry, host) for name, entry in checkpoints.items()}
     for name, other in overlapping(paths):

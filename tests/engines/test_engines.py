@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from rig.maintain.release_add import FACTS, Facts, differences
+from rigctl import engine_registry
 from rigctl.engines import drift, patches, probes
 from rigctl.engines.installed import site_packages
 from rigctl.engines.patch_series import patched, read_series
@@ -122,6 +124,14 @@ EAGLE = ["--speculative-config", '{"method": "eagle3", "model": "/drafter", "num
 GOOD_VLLM = [*VLLM, *KIMI_VLLM.split(), *EAGLE]
 GOOD_SGLANG = [*SGLANG, *KIMI_SGLANG.split(), "--enable-metrics", "--max-running-requests", "128"]
 UNKNOWN_KEY = [*VLLM, "--speculative-config", '{"method": "eagle3", "modle": "/drafter"}']
+UNKNOWN_METHOD = [*VLLM, "--speculative-config", '{"method": "mtpp", "num_speculative_tokens": 1}']
+METHODS_VLLM = [
+    [*VLLM, "--speculative-config", json.dumps({"method": word, "num_speculative_tokens": 2})]
+    for word in ("mtp", "ngram")
+]
+METHODS_SGLANG = [
+    [*SGLANG, "--speculative-algorithm", word, "--speculative-num-draft-tokens", "4"] for word in ("NEXTN", "NGRAM")
+]
 UNKNOWN_PARSER = [*VLLM, "--enable-auto-tool-choice", "--tool-call-parser", "kimi_k9"]
 MISSPELT = "unrecognized arguments: --tensor-paralel-size"
 LOGGING = "unrecognized arguments: --disable-log-requests"
@@ -131,6 +141,8 @@ COMMANDS: dict[str, list[tuple[list[str], str]]] = {
         ([*VLLM, "--disable-log-requests"], ""),
         ([*VLLM, "--tensor-paralel-size", "8"], MISSPELT),
         (UNKNOWN_KEY, "unknown keys modle"),
+        (UNKNOWN_METHOD, "no method mtpp"),
+        *((argv, "") for argv in METHODS_VLLM),
         (UNKNOWN_PARSER, "kimi_k9"),
         ([*VLLM, "--max-model-len", "many"], "--max-model-len"),
         (["/env/bin/vllm", "bench"], "not a command that starts vllm"),
@@ -144,15 +156,20 @@ COMMANDS: dict[str, list[tuple[list[str], str]]] = {
         (GOOD_VLLM, ""),
         ([*VLLM, "--tensor-paralel-size", "8"], MISSPELT),
         (UNKNOWN_KEY, "unknown keys modle"),
+        (UNKNOWN_METHOD, "no method mtpp"),
+        *((argv, "") for argv in METHODS_VLLM),
         (UNKNOWN_PARSER, "kimi_k9"),
     ],
     "sglang-0.5.9": [
         (GOOD_SGLANG, ""),
+        *((argv, "") for argv in METHODS_SGLANG),
         ([*SGLANG, "--cuda-graph-max-bs", "64"], ""),
         ([*SGLANG, "--speculative-algorithmm", "EAGLE3"], "unrecognized arguments"),
     ],
     "sglang-0.5.23": [
         (GOOD_SGLANG, ""),
+        *((argv, "") for argv in METHODS_SGLANG),
+        ([*SGLANG, "--speculative-algorithm", "EAGLE4"], "Unknown speculative algorithm name: EAGLE4"),
         ([*SGLANG, "--cuda-graph-max-bs", "64"], "ambiguous option: --cuda-graph-max-bs"),
         ([*SGLANG, "--tool-call-parser", "kimi_k9"], "invalid choice: 'kimi_k9'"),
     ],
@@ -168,7 +185,9 @@ def test_command_lines_are_parsed_by_the_release_itself(engines: Engines, releas
         assert verdict["ok"] == (not reason), f"{' '.join(argv)}: {verdict['detail']}"
         assert reason in verdict["detail"]
     assert len(answer["options"]) > 100
-    facts = Facts(answer["options"], probes.metric_names(site_packages(environment), release.partition("-")[0]))
+    engine = release.partition("-")[0]
+    registry = vars(engine_registry.read(environment, engine))
+    facts = Facts(answer["options"], probes.metric_names(site_packages(environment), engine), registry)
     if os.environ.get("KIMI_RIG_RECORD"):
         (FACTS / f"{release}.json").write_text(facts.text())
     recorded = Facts.read(release)

@@ -80,6 +80,30 @@ def test_a_drafter_that_is_not_used_is_refused(standin: Standin) -> None:
         accept(standin.engine(engine="sglang"))
 
 
+NGRAM = {"method": "ngram", "drafter": None, "steps": 3, "draft_tokens": 4, "break_even_length": None}
+
+
+def test_ngram_is_proved_on_a_text_that_repeats(standin: Standin) -> None:
+    standin.faults(answer="copy", ngram=True)
+    engine = standin.engine(speculation=NGRAM)
+    assert accept(engine)["speculation"]["drafts"] == 6
+    # A model that will not repeat a text gives n-gram nothing to draft.
+    standin.faults(ngram=True)
+    assert "nothing to draft" in accept(engine)["speculation"]["found"]
+    standin.faults(answer="copy in vain", ngram=True)
+    with pytest.raises(NotAccepted, match="speculation: the counters did not move"):
+        accept(engine)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "mtp"])
+def test_other_methods_draft_with_any_answer(standin: Standin, method: str) -> None:
+    engine = standin.engine(speculation={**NGRAM, "method": method, "drafter": None if method == "mtp" else "d"})
+    assert accept(engine)["speculation"]["accepted"] == 36
+    standin.faults(ngram=True)
+    with pytest.raises(NotAccepted, match="speculation: the counters did not move"):
+        accept(engine)
+
+
 def test_routes_without_the_key(standin: Standin) -> None:
     with pytest.raises(NotAccepted, match="GET /v1/models answers 200 without the API key"):
         accept(standin.engine("key", api_key=True))

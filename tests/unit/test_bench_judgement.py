@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from rig.bench.acceptance_units import DEFINITIONS, Drafting, own_rate_definition, proper_rate, step_cost
 from rig.bench.analysis import crossover, judge_reference, newest, recommend
-from rig.bench.diagnosis import Evidence, diagnose, layer_candidates
+from rig.bench.diagnosis import CAUSES, Evidence, diagnose, layer_candidates
 from rig.bench.fairness import check_result, is_noise, spread, two_modes, warm_speeds
 from rig.bench.ledger import DIRECTORY, Result, read, references
+from rigctl.contract.speculation import Method
 from rigctl.contract.sweep import Counters
 from tests.unit.bench_results import made_result, made_round
 
@@ -152,6 +155,7 @@ def test_crossover_only_where_there_is_one() -> None:
 
 def evidence(**changes: object) -> Evidence:
     known: dict[str, object] = {
+        "method": "eagle3",
         "length": 1.15,
         "positions": [0.10, 0.04, 0.01],
         "temperature": 0.0,
@@ -174,6 +178,16 @@ def test_diagnosis_tells_causes_apart() -> None:
     hot = evidence(length=1.7, positions=[0.45, 0.2, 0.05], break_even=2.0, temperature=1.0, greedy_length=2.4)
     assert "temperature" in likely(hot)
     assert diagnose(evidence(length=2.4)) == []
+
+
+def test_each_method_has_causes_of_its_own() -> None:
+    lost = evidence(method="mtp", positions=[0.0, 0.0, 0.0], length=1.0)
+    assert likely(lost) == ["lost head"]
+    assert likely(evidence(method="mtp", positions=[0.6, 0.1], length=1.7, break_even=2.0)) == ["quality"]
+    assert likely(evidence(method="ngram", positions=[])) == ["no repetition"]
+    assert "wrong features" in likely(evidence(method="dflash"))
+    for method in get_args(Method):
+        assert {one.cause for one in diagnose(evidence(method=method))} == CAUSES[method].keys()
 
 
 def test_layer_candidates_are_the_three_conventions() -> None:

@@ -164,7 +164,7 @@ def test_unknown_conventions_and_other_targets_are_told(host: HostPlan) -> None:
         ({"training": {"convention": "output", "layer_ids": [-1]}}, "greater than or equal to 0"),
         ({"provenance": {"samples": 0}}, "greater than or equal to 1"),
         ({"provenance": {"sample": 1}}, "Extra inputs are not permitted"),
-        ({"role": "target", "training": {"target": "x"}}, "training and provenance belong to drafters"),
+        ({"role": "target", "training": {"target": "x"}}, "training, provenance and method belong to drafters"),
         ({"digests": {"config.json": "abc"}}, "should match pattern"),
     ],
 )

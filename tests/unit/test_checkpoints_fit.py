@@ -15,6 +15,7 @@ import safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rig.catalog.entries import ROOT
 from rigctl.checkpoints import fit, headers, overlay
 from rigctl.checkpoints.headers import BadFile
 from rigctl.cli import main
@@ -104,6 +105,12 @@ def make_drafter(
     return root
 
 
+def known(engine: Engine) -> frozenset[str]:
+    """Architectures of a release as its record has them."""
+    record = json.loads((ROOT / f"files/releases/{engine.name}-{engine.version}.json").read_text())
+    return frozenset(record["registry"]["architectures"])
+
+
 VLLM, VLLM_NEW = Engine("vllm", "0.16.0"), Engine("vllm", "0.33.0")
 SGLANG, SGLANG_NEW = Engine("sglang", "0.5.9"), Engine("sglang", "0.5.23")
 DEFAULT = Training(target="kimi", convention="engine-default")
@@ -161,13 +168,24 @@ PAIRS = [
         training=Training(target="kimi", convention="input"),
         drafter={"config": {KEY: [3, 31, 59]}},
     ),
-    Pair("MLA on vLLM 0.16", "refused", "does not know Eagle3DeepseekV2ForCausalLM", drafter={"mla": True}),
     Pair(
-        "MLA on SGLang 0.5.11",
+        "MLA on vLLM 0.16",
         "refused",
-        "does not know",
-        engine=Engine("sglang", "0.5.11"),
+        "does not know the architecture Eagle3DeepseekV2ForCausalLM",
         drafter={"mla": True},
+    ),
+    Pair("MLA on SGLang 0.5.9", "refused", "does not know", engine=SGLANG, drafter={"mla": True}),
+    Pair(
+        "an architecture of a later release",
+        "fits",
+        engine=VLLM_NEW,
+        drafter={"config": {"architectures": ["Eagle3Qwen3ForCausalLM"]}},
+    ),
+    Pair(
+        "an architecture that is misspelt",
+        "refused",
+        'did you mean "LlamaForCausalLMEagle3"',
+        drafter={"config": {"architectures": ["LlamaForCausalEagle3"]}},
     ),
     Pair(
         "MLA name, plain weights",
@@ -313,12 +331,74 @@ PAIRS = [
 def test_pairs(pair: Pair, tmp_path: Path) -> None:
     target = make_target(tmp_path / "kimi", **pair.target)
     drafter = make_drafter(tmp_path / "drafter", **pair.drafter)
-    verdict = fit.check(target, drafter, pair.engine, pair.context, pair.training)
+    verdict = fit.check(target, drafter, pair.engine, pair.context, pair.training, known=known(pair.engine))
     text = "\n".join(verdict.lines())
     assert verdict.word == pair.verdict, text
     assert pair.says in text
     if pair.verdict == "refused":
         assert len(verdict.refuse) == pair.refusals, text
+
+
+MTP_TENSORS = {
+    "as DeepSeek and GLM name it": f"model.layers.{LAYERS}.eh_proj.weight",
+    "of a multimodal model": f"language_model.model.layers.{LAYERS}.enorm.weight",
+    "as Qwen and Nemotron name it": "mtp.fc.weight",
+    "as MiMo names it": "model.mtp_layers.0.input_proj.weight",
+}
+
+
+@pytest.mark.parametrize("name", MTP_TENSORS.values(), ids=MTP_TENSORS)
+def test_a_head_of_the_targets_own_is_found(name: str, tmp_path: Path) -> None:
+    target = make_target(tmp_path / "kimi", num_nextn_predict_layers=1)
+    body = {f"model.layers.{LAYERS - 1}.input_layernorm.weight": ("BF16", (HIDDEN,))}
+    write_tensors(target / "model-1.safetensors", {**body, name: ("BF16", (HIDDEN,))})
+    verdict = fit.check_head(target, VLLM_NEW, steps=3)
+    assert (verdict.word, verdict.head) == ("fits", 1)
+    assert verdict.lines()[0] == "fits: 1 tensors of an MTP head"
+    assert "later drafts reuse its last one" in "\n".join(verdict.lines())
+
+
+@pytest.mark.parametrize(("said", "text"), [({}, "quantisers drop"), ({"num_mtp_modules": 3}, "says 3 layers of it")])
+def test_a_head_that_was_dropped_is_refused(said: dict[str, int], text: str, tmp_path: Path) -> None:
+    target = make_target(tmp_path / "kimi", **said)
+    write_tensors(target / "model.safetensors", {f"model.layers.{LAYERS - 1}.mlp.weight": ("BF16", (HIDDEN,))})
+    verdict = fit.check_head(target, VLLM_NEW, steps=3)
+    assert verdict.word == "refused" and text in verdict.refuse[0]
+
+
+def test_steps_that_vllm_refuses_are_refused_before(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "kimi", mtp_num_hidden_layers=2)
+    write_tensors(target / "model.safetensors", {"mtp.fc.weight": ("BF16", (HIDDEN,))})
+    assert fit.check_head(target, VLLM_NEW, steps=3).refuse == [
+        "3 steps are not a multiple of the head's 2 layers, which vLLM refuses"
+    ]
+    assert not fit.check_head(target, VLLM_NEW, steps=4).refuse
+    assert not fit.check_head(target, SGLANG_NEW, steps=3).refuse
+    (target / "model.safetensors").write_bytes(b"short")
+    assert "too short" in fit.check_head(target, VLLM_NEW, steps=3).refuse[0]
+
+
+DFLASH = {"architectures": ["DFlashDraftModel"], "dflash_config": {"target_layer_ids": [1, 30, 59]}, "block_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "word", "text"),
+    [
+        ({}, "fits", "captures the inputs of layers [2, 31, 60]"),
+        ({"dflash_config": {"target_layer_ids": [1, 61]}}, "refused", "[61] are outside the target's 61 layers"),
+        ({"dflash_config": {"target_layer_ids": [1, 30]}}, "refused", "joins 3 layers, target_layer_ids names 2"),
+        ({"dflash_config": {"target_layer_ids": "all"}}, "refused", "not a DFlash drafter"),
+        ({"dflash_config": None}, "refused", "not a DFlash drafter"),
+        ({"block_size": 7}, "warns", "7 steps: a block of 7 tokens"),
+        ({"architectures": ["DFlashDraft"]}, "refused", 'did you mean "DFlashDraftModel"'),
+    ],
+)
+def test_a_dflash_drafter(config: dict[str, Any], word: str, text: str, tmp_path: Path) -> None:
+    target = make_target(tmp_path / "kimi")
+    drafter = make_drafter(tmp_path / "d", config={**DFLASH, **config})
+    training = Training(target="kimi")
+    verdict = fit.check(target, drafter, VLLM_NEW, CONTEXT, training, method="dflash", steps=7, known=known(VLLM_NEW))
+    assert (verdict.word, text in "\n".join(verdict.lines())) == (word, True), verdict.lines()
 
 
 def test_overwrite_variable_is_named_for_the_unit(tmp_path: Path) -> None:

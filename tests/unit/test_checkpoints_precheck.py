@@ -95,8 +95,9 @@ def test_an_overlay_counts_as_the_drafter_behind_it(pair: Path) -> None:
     trained = {"convention": "output", "layer_ids": [2, 30, 58]}
     with pytest.raises(RigctlError, match=r"trained on the inputs of layers \[3, 31, 59\]"):
         precheck.fits(of(pair, training=trained))
-    keys = precheck.verdict(of(pair, training=trained), pair / "drafter").keys
-    overlay.write(pair / "drafter", pair / "overlay", keys)
+    found = precheck.verdict(of(pair, training=trained), pair / "drafter")
+    assert found is not None
+    overlay.write(pair / "drafter", pair / "overlay", found.keys)
     through = of(pair, drafter="overlay", training=trained)
     assert precheck.fits(through).startswith("fits")
     assert "drafter: 2 files as proved" in precheck.published(through)
@@ -156,6 +157,17 @@ def test_a_refused_pair_gets_no_overlay_and_the_command_fails(pair: Path, capsys
     out, err = capsys.readouterr()
     assert json.loads(out)["overlay"] == "absent" and "the target has 61 layers" in err
     assert not (pair / "overlays").exists()
+
+
+def test_a_target_with_and_without_a_head_of_its_own(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = pair_of(pair).model_dump()
+    one = DrafterPair.model_validate(
+        {**content, "method": "mtp", "steps": 3, "drafter_path": None, "checkpoint_path": None}
+    )
+    assert main(["checkpoints", "pairs", "--json", DrafterPairs(pairs=[one]).text()]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["overlay"] is None and "quantisers drop the head" in err
+    assert "mtp for" in err and "name another drafter or method" in err
 
 
 @pytest.mark.parametrize(

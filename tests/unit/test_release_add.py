@@ -23,8 +23,16 @@ from rigctl.engines import probes
 from tests.support.plans import INVENTORY, SHIPPED
 
 LOCK = "vllm==0.99.0 \\\n    --hash=sha256:00\nnvidia-cuda-runtime==13.0.48 \\\n    --hash=sha256:00\n"
-OLD = Facts({"--a": "1", "--b": "None", "--gone": "2", "--where": "<object at 0x7f>"}, ["vllm:old", "vllm:both"])
-NEW = Facts({"--a": "1", "--b": "'x'", "--new": "0", "--where": "<object at 0x81>"}, ["vllm:both", "vllm:new"])
+OLD = Facts(
+    {"--a": "1", "--b": "None", "--gone": "2", "--where": "<object at 0x7f>"},
+    ["vllm:old", "vllm:both"],
+    {"methods": ["mtp"], "tool_parsers": ["a", "b"]},
+)
+NEW = Facts(
+    {"--a": "1", "--b": "'x'", "--new": "0", "--where": "<object at 0x81>"},
+    ["vllm:both", "vllm:new"],
+    {"methods": ["mtp", "dflash"], "tool_parsers": ["a"]},
+)
 
 
 def test_what_changed_between_two_releases() -> None:
@@ -34,6 +42,8 @@ def test_what_changed_between_two_releases() -> None:
         "default changed: --b: None -> 'x'",
         "metric gone: vllm:old",
         "metric new: vllm:new",
+        "methods new: dflash",
+        "tool parsers gone: b",
     ]
     assert differences(NEW, NEW) == []
     whole = [f"Config(x=1, same={'z' * 200}, y={value})" for value in (2, 3)]
@@ -92,7 +102,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         verdicts = [{"argv": list(argv), "ok": "--speculative-config" not in argv, "detail": "no"} for argv in commands]
         names = ("eagle3_interface", "eagle3_admitted", "tool_parser", "reasoning_parser")
         features: Mapping[str, Any] = {name: {"ok": True, "detail": ""} for name in names}
-        return {"options": dict(NEW.options), "metrics": list(NEW.metrics), "commands": verdicts, "features": features}
+        facts = {"options": dict(NEW.options), "metrics": list(NEW.metrics), "registry": dict(NEW.registry)}
+        return {**facts, "commands": verdicts, "features": features}
 
     monkeypatch.setattr(release_add, "read_recipes", lambda: locks.read_recipes(tmp_path / "locks/recipes.yaml"))
     monkeypatch.setattr(release_add, "write_lock", lock)
@@ -114,6 +125,7 @@ def test_a_release_is_written_and_compared(repository: Path, capsys: pytest.Capt
     assert "configuration vllm-base: accepted" in output
     assert "configuration vllm-eagle3-custom: REFUSED: no" in output
     assert "default changed: --b: None -> 'x'" in output and "metric new: vllm:new" in output
+    assert "tool parsers gone: b" in output and "methods new: dflash" in output
     text = (repository / "inventory/releases.yaml").read_text()
     assert text.startswith(before), "comments and entries of others stay"
     release = entries.load_catalog(None, repository / "inventory").releases["vllm-0.99.0"]

@@ -20,6 +20,8 @@ from rigctl.checkpoints.sink import disk_error
 from rigctl.contract.checkpoint_job import CheckpointJob
 from rigctl.contract.eagle3_conventions import Engine
 from rigctl.contract.served_checkpoints import DrafterPairs, Training
+from rigctl.contract.speculation import WITH_DRAFTER
+from rigctl.engine_registry import architectures
 from rigctl.errors import RigctlError
 from rigctl.lock_files import Busy
 from rigctl.whole_files import read_json
@@ -249,8 +251,16 @@ def _structure(arguments: argparse.Namespace) -> int:
 def _verdict(arguments: argparse.Namespace, drafter: Path) -> fit.Verdict:
     content = read_json(arguments.training, "training") if arguments.training else {}
     training = Training.validated(content, f"training {arguments.training}")
-    engine, name = Engine(arguments.engine, arguments.version), arguments.target_name
-    return fit.check(arguments.target, drafter, engine, arguments.context, training, name=name)
+    return fit.check(
+        arguments.target,
+        drafter,
+        Engine(arguments.engine, arguments.version),
+        arguments.context,
+        training,
+        method=arguments.method,
+        known=architectures(arguments.env, arguments.engine) if arguments.env else None,
+        name=arguments.target_name,
+    )
 
 
 def _overlay(arguments: argparse.Namespace) -> int:
@@ -304,6 +314,8 @@ OF_PAIR: Options = {
     "--drafter": PATH,
     "--engine": {"choices": ("vllm", "sglang"), "required": True},
     "--version": {"required": True},
+    "--env": {"type": Path, "help": "the engine's environment, whose registry must know the drafter"},
+    "--method": {"choices": WITH_DRAFTER, "default": WITH_DRAFTER[0]},
     "--context": {"type": int, "required": True, "help": "maximum model length in tokens"},
     "--training": {"type": Path, "help": "JSON: target, convention, layer_ids, accept_mismatch, notes"},
 }
@@ -344,7 +356,7 @@ ACTIONS: dict[str, tuple[Callable[[argparse.Namespace], int], str, Options]] = {
     ),
     "pairs": (
         _pairs,
-        "Validate the drafters of configurations before their units are written.",
+        "Validate what configurations draft with before their units are written.",
         {
             "pairs": {"help": "the order in JSON, as the deploy makes it (rigctl/contract/served_checkpoints.py)"},
             "--write": {**SWITCH, "help": "make the overlays that they need"},

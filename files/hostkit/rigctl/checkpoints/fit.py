@@ -1,10 +1,10 @@
-"""Does a drafter fit its target, on this engine release? From config files, safetensors headers and the two
-small vocabulary tables; no weights are loaded."""
+"""Can a target be served with its method of speculation, on this engine release? From config files, safetensors headers
+and the two small vocabulary tables of a drafter; no weights are loaded."""
 
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,16 @@ from rigctl.checkpoints.headers import BadFile, Tensor
 from rigctl.checkpoints.overlay import merged
 from rigctl.checkpoints.structure import told
 from rigctl.contract.eagle3_conventions import KEY, MHA, MISMATCH, MLA, SPECULATORS, Engine, trained_input_ids
+from rigctl.contract.order import nearest
 from rigctl.contract.served_checkpoints import Training
+from rigctl.contract.speculation import Method
 from rigctl.errors import RigctlError
 from rigctl.whole_files import read_json
 
 LAYER = "midlayer.self_attn"
 FLOATS = ("BF16", "F16", "F32")
+NEXT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Keys by which families say how many layers of an MTP head they have (vLLM config/speculative.py, 0.33.0)."""
 
 
 @dataclass
@@ -35,6 +39,8 @@ class Verdict:
     keys: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     architecture: str = ""
+    head: int = 0
+    """Tensors of an MTP head in the target's files."""
 
     @property
     def word(self) -> str:
@@ -45,9 +51,10 @@ class Verdict:
         return {"verdict": self.word, **vars(self)}
 
     def lines(self) -> list[str]:
-        layers = f"captures the inputs of layers {self.captured}, trained on {self.trained or 'unknown ones'}"
+        layers = f", captures the inputs of layers {self.captured}, trained on {self.trained or 'unknown ones'}"
+        found = f"{self.architecture}{layers}" if self.architecture else f"{self.head} tensors of an MTP head"
         return (
-            [f"{self.word}: {self.architecture or 'no architecture'}, {layers}"]
+            [f"{self.word}: {found}"]
             + [f"refuse: {text}" for text in self.refuse]
             + [f"warn: {text}" for text in self.warn]
             + [f"note: {text}" for text in self.note]
@@ -90,6 +97,45 @@ def read_model(root: Path, *, with_tensors: bool) -> Model:
     return Model(config, tensors)
 
 
+def check_head(target: Path, engine: Engine, steps: int | None) -> Verdict:
+    """The verdict on a target that drafts with a head of its own (MTP). steps: drafted tokens a step, where known."""
+    verdict = Verdict()
+    try:
+        main = read_model(target, with_tensors=True)
+    except BadFile as error:
+        verdict.refuse.append(f"target {error}")
+        return verdict
+    layers = main.number("num_hidden_layers") or 0
+    said = next((number for key in NEXT_LAYERS if (number := main.number(key))), None)
+    verdict.head = sum(_of_head(name, layers) for name in main.tensors)
+    though = f", though its config.json says {said} layers of it" if said else ""
+    lacking = (
+        f"no tensor of an MTP head (mtp.*, or layers.{layers} and above) is in {target}{though}: quantisers drop the "
+        "head, and then not one draft is accepted"
+    )
+    uneven = f"{steps} steps are not a multiple of the head's {said} layers, which vLLM refuses"
+    verdict.refuse += told(
+        (not verdict.head, lacking),
+        (engine.name == "vllm" and steps and said and steps > said and steps % said, uneven),
+    )
+    verdict.note += told(
+        (
+            steps and said and steps > said,
+            f"{steps} steps with a head of {said} layers: later drafts reuse its last one",
+        )
+    )
+    return verdict
+
+
+def _of_head(tensor: str, layers: int) -> bool:
+    """Whether a tensor belongs to an MTP head: one of its own (Qwen, MiMo, Nemotron, DeepSeek-V4), or decoder layers
+    beyond the model's (DeepSeek-V3, GLM)."""
+    if re.search(r"(^|\.)mtp(_\w+)?\.", tensor):
+        return True
+    found = re.search(r"(^|\.)layers\.(\d+)\.", tensor)
+    return found is not None and layers > 0 and int(found[2]) >= layers
+
+
 def check(  # noqa: PLR0913 a pair and what it is to be used for
     target: Path,
     drafter: Path,
@@ -97,12 +143,18 @@ def check(  # noqa: PLR0913 a pair and what it is to be used for
     context: int,
     training: Training,
     *,
+    method: Method = "eagle3",
+    steps: int | None = None,
+    known: Collection[str] | None = None,
     name: str | None = None,
     written: Mapping[str, Any] | None = None,
 ) -> Verdict:
-    """The verdict on one pair. `context`: the configuration's maximum model length in tokens; `name`: the
-    target's name in the inventory (default: its directory's); `written`: keys that an overlay will put into the
-    drafter's config."""
+    """The verdict on one pair.
+
+    context: the configuration's maximum model length in tokens. steps: drafted tokens a step, where known. known:
+    architectures of the engine's registry; None: none is refused. name: the target's name in the inventory (default:
+    its directory's). written: keys that an overlay will put into the drafter's config.
+    """
     verdict = Verdict()
     main = read_model(target, with_tensors=False)
     try:
@@ -114,11 +166,15 @@ def check(  # noqa: PLR0913 a pair and what it is to be used for
     verdict.refuse += _malformed(draft.config)
     if verdict.refuse:
         return verdict
-    _architecture(verdict, draft, engine)
+    _architecture(verdict, draft, engine, known)
     _hidden_size(verdict, main, draft)
-    _vocabulary(verdict, main, draft, engine)
-    _widths(verdict, main, draft)
-    _layers(verdict, main, draft, engine, training)
+    if method == "dflash":
+        _block(verdict, main, draft, steps)
+    else:
+        _attention(verdict, draft, engine)
+        _vocabulary(verdict, main, draft, engine)
+        _widths(verdict, main, draft)
+        _layers(verdict, main, draft, engine, training)
     _dtype(verdict, main, draft)
     _context(verdict, draft, engine, context)
     _provenance(verdict, draft, name or target.name, training)
@@ -182,18 +238,41 @@ def _widths(verdict: Verdict, main: Model, draft: Model) -> None:
     ]
 
 
-def _architecture(verdict: Verdict, draft: Model, engine: Engine) -> None:
+def _architecture(verdict: Verdict, draft: Model, engine: Engine, known: Collection[str] | None) -> None:
+    """The engine's registry has the drafter's class; of the speculators format vLLM itself makes another of it."""
     names = draft.config.get("architectures") or [""]
     verdict.architecture = name = names[0]
     if not name:
         verdict.refuse.append("the drafter's config.json names no architecture")
+    elif known is not None and name not in known and not (engine.name == "vllm" and name in SPECULATORS):
+        hint = "; export it as LlamaForCausalLMEagle3 (SpecForge#231)" if name in SPECULATORS else nearest(name, known)
+        verdict.refuse.append(f"{engine.name} {engine.version} does not know the architecture {name}{hint}")
+
+
+def _block(verdict: Verdict, main: Model, draft: Model, steps: int | None) -> None:
+    """DFlash: which layers' outputs fc.weight joins, how many tokens a block has (SGLang 0.5.23, dflash_utils.py)."""
+    nested = draft.config.get("dflash_config")
+    of = {**draft.config, **(nested if isinstance(nested, Mapping) else {})}
+    ids, block, count = of.get("target_layer_ids"), of.get("block_size"), main.number("num_hidden_layers")
+    shape, hidden = _shape(draft, "fc.weight") or (), main.number("hidden_size")
+    if not (isinstance(ids, list) and ids and all(type(one) is int for one in ids)):
+        verdict.refuse.append(f"target_layer_ids is {ids!r}, must be a list of layer numbers: not a DFlash drafter")
         return
-    known = engine.known_architectures()
-    hint = "; export it as LlamaForCausalLMEagle3 (SpecForge#231)" if name in SPECULATORS else ""
-    is_mla = any("kv_a_proj" in tensor for tensor in draft.tensors)
-    unknown = f"{engine.name} {engine.version} does not know {name} (it knows {', '.join(known)}){hint}"
+    outside = [one for one in ids if not 0 <= one < (count or one + 1)]
+    joined = shape[1] // hidden if len(shape) == 2 and hidden else len(ids)
+    verdict.captured = [one + 1 for one in ids]  # it numbers outputs
     verdict.refuse += told(
-        (name not in known, unknown),
+        (outside, f"target_layer_ids {outside} are outside the target's {count} layers"),
+        (joined != len(ids), f"fc.weight joins {joined} layers, target_layer_ids names {len(ids)}"),
+    )
+    longer = type(block) is int and steps is not None and steps >= block
+    verdict.warn += told((longer, f"{steps} steps: a block of {block} tokens has {block}, the first of them known"))
+
+
+def _attention(verdict: Verdict, draft: Model, engine: Engine) -> None:
+    name = verdict.architecture
+    is_mla = any("kv_a_proj" in tensor for tensor in draft.tensors)
+    verdict.refuse += told(
         (name in MHA and is_mla, f"{name} is a plain-attention drafter, but its weights are MLA (kv_a_proj)"),
         (name in MLA and not is_mla, f"{name} is an MLA drafter, but its weights have no kv_a_proj"),
     )
@@ -217,7 +296,7 @@ def _hidden_size(verdict: Verdict, main: Model, draft: Model) -> None:
     misshapen = shape is not None and (len(shape) != 2 or shape[0] != own or shape[1] % hidden)
     verdict.refuse += told(
         (fused != hidden, f"hidden size {fused} of the drafter's input, {hidden} of the target"),
-        (shape is None, "no tensor fc.weight: not an EAGLE-3 drafter"),
+        (shape is None, "no tensor fc.weight: no drafter that reads the target's hidden states"),
         (misshapen, f"fc.weight {list(shape or ())} does not join layers of {hidden} into {own}"),
     )
 

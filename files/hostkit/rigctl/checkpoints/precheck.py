@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from rigctl.checkpoints import overlay, record
-from rigctl.checkpoints.fit import Verdict, check, read_model
+from rigctl.checkpoints.fit import Verdict, check, check_head, read_model
 from rigctl.checkpoints.paths import walk
 from rigctl.checkpoints.record import Record
 from rigctl.checkpoints.verify import FileHasher, hash_file
 from rigctl.contract.eagle3_conventions import Engine
 from rigctl.contract.run_specification import RunSpecification
 from rigctl.contract.served_checkpoints import DrafterPair, Training
+from rigctl.engine_registry import architectures
 from rigctl.errors import RigctlError
 
 Using = RunSpecification | DrafterPair
-"""What names checkpoints: the run specification, or a drafter's pair."""
+"""What names checkpoints: the run specification, or one of the order of pairs."""
 
 
 def published(specification: Using) -> str:
@@ -58,10 +59,10 @@ def trusted_code(specification: Using) -> str:
 
 
 def fits(specification: Using) -> str:
-    """The drafter fits its target on this engine release, and the unit has the variables that it needs."""
-    if specification.drafter_path is None:
+    """What drafts fits its target on this engine release, and the unit has the variables that it needs."""
+    found = verdict(specification, specification.drafter_path)
+    if found is None:
         return "no drafter"
-    found = verdict(specification, Path(specification.drafter_path))
     hold(specification, found, os.environ)
     return "; ".join(found.lines())
 
@@ -73,11 +74,12 @@ def identities(specification: Using) -> dict[str, str]:
 
 def hold(specification: Using, found: Verdict, environment: Mapping[str, str]) -> None:
     """Raise RigctlError unless the verdict lets a unit with these variables use the pair."""
-    pair = f"{specification.drafter_path} for {specification.target_path} on {specification.release}"
+    what = specification.drafter_path or specification.method
+    pair = f"{what} for {specification.target_path} on {specification.release}"
     if found.refuse:
         raise RigctlError(
-            f"{pair}: {'; '.join(found.refuse)}; name another drafter in inventory/serving.yaml, or mend its entry in "
-            "inventory/checkpoints.yaml, and deploy"
+            f"{pair}: {'; '.join(found.refuse)}; name another drafter or method in inventory/serving.yaml, or mend the "
+            "entry in inventory/checkpoints.yaml, and deploy"
         )
     lacking = [f"{name}={value}" for name, value in found.environment.items() if environment.get(name) != value]
     if lacking:
@@ -86,16 +88,43 @@ def hold(specification: Using, found: Verdict, environment: Mapping[str, str]) -
         )
 
 
-def verdict(specification: Using, drafter: Path, written: Mapping[str, Any] | None = None) -> Verdict:
-    """The verdict on a configuration's drafter; `written` as for fit.check."""
+def verdict(
+    specification: Using, drafter: str | Path | None, written: Mapping[str, Any] | None = None
+) -> Verdict | None:
+    """The verdict on what a configuration drafts with; None where nothing does, or the text itself (n-gram).
+
+    written: as for fit.check.
+    """
     used, target = specification.checkpoints, Path(specification.target_path)
+    if specification.method == "mtp":
+        return check_head(target, Engine(specification.engine, used.version), specification.steps)
+    if drafter is None:
+        return None
+    known, unread = None, []
+    try:
+        if specification.environment_path is not None:
+            known = architectures(Path(specification.environment_path), specification.engine)
+    except RigctlError as error:  # a release that keeps it elsewhere: its own start will say
+        unread.append(f"the drafter's architecture is not validated: {error}")
     context = used.context or read_model(target, with_tensors=False).number("max_position_embeddings")
     if context is None:
         raise RigctlError(
             f"{target}/config.json names no max_position_embeddings: set context_length in serving.yaml and deploy"
         )
-    engine = Engine(specification.engine, used.version)
-    return check(target, drafter, engine, context, used.training or Training(), name=used.target, written=written)
+    found = check(
+        target,
+        Path(drafter),
+        Engine(specification.engine, used.version),
+        context,
+        used.training or Training(),
+        method=specification.method or "eagle3",
+        steps=specification.steps,
+        known=known,
+        name=used.target,
+        written=written,
+    )
+    found.note += unread
+    return found
 
 
 def judge(pair: DrafterPair, *, write: bool) -> dict[str, Any]:
@@ -104,13 +133,12 @@ def judge(pair: DrafterPair, *, write: bool) -> dict[str, Any]:
 
     write: make or renew the overlay; else a missing one is validated by what it will hold.
     """
-    source, place = Path(pair.checkpoint_path), Path(pair.drafter_path)
     found: dict[str, Any] = {"name": pair.name, "overlay": None, "error": None, "verdict": None}
     try:
-        judged = verdict(pair, source)
-        if source != place:
-            keys = judged.keys
-            judged = verdict(pair, source, keys)
+        judged = verdict(pair, pair.checkpoint_path) or Verdict()
+        if pair.checkpoint_path and pair.drafter_path and pair.checkpoint_path != pair.drafter_path:
+            source, place, keys = Path(pair.checkpoint_path), Path(pair.drafter_path), judged.keys
+            judged = verdict(pair, source, keys) or judged
             current = overlay.is_current(source, place, keys)
             found["overlay"] = "current" if current else "absent"
             if write and not current and not judged.refuse:

@@ -41,11 +41,6 @@ class Engine:
     def at_least(self, version: str) -> bool:
         return version_tuple(self.version) >= version_tuple(version)
 
-    def known_architectures(self) -> tuple[str, ...]:
-        if self.name == "vllm":
-            return MHA + SPECULATORS + (MLA if self.at_least("0.18.0") else ())
-        return MHA[:1] + (MLA[:1] if self.at_least("0.5.12") else ())
-
     def reads(self, config: Mapping[str, Any]) -> tuple[list[int] | None, str]:
         """(ids as written, the key they were read from) by this release; None: it uses its default."""
         nested = config.get("eagle_config")

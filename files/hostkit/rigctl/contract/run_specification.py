@@ -13,6 +13,7 @@ from rigctl.contract.fields import ListenAddress, Text
 from rigctl.contract.limits import Limits
 from rigctl.contract.order import Document, Order, Part, extended
 from rigctl.contract.served_checkpoints import ServedCheckpoints
+from rigctl.contract.speculation import Method, Speculation
 
 Names = dict[str, str]
 
@@ -38,23 +39,6 @@ class Endpoint(Part):
         """Where this machine sends its requests."""
         host = self.reached_at
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
-
-
-class Eagle3(Part):
-    """EAGLE-3: a drafter of its own predicts from the target's hidden states."""
-
-    method: Literal["eagle3"]
-    drafter: Text
-    """Name of the checkpoint."""
-    steps: Annotated[int, Field(ge=1)]
-    draft_tokens: Annotated[int, Field(ge=1)]
-    """Tokens that one step verifies, with the bonus token."""
-    break_even_length: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None
-    """Acceptance length below which it is slower than no drafter, where that was measured."""
-
-
-Speculation = Eagle3
-"""Tagged by `method`. A further one is a model of its own: Annotated[Eagle3 | Ngram, Field(discriminator="method")]."""
 
 
 class LiveSettings(Part):
@@ -150,8 +134,18 @@ class RunSpecification(Order):
         return self.endpoint.url
 
     @property
+    def method(self) -> Method | None:
+        """How it speculates; None where it does not."""
+        return self.speculation.method if self.speculation else None
+
+    @property
+    def steps(self) -> int | None:
+        """Drafted tokens a step."""
+        return self.speculation.steps if self.speculation else None
+
+    @property
     def acceptance_floor(self) -> float:
-        """Acceptance length below which the drafter costs more than it brings: measured here, or the host's default."""
+        """Acceptance length below which speculation costs more than it brings: measured here, or the host's default."""
         known = self.speculation.break_even_length if self.speculation else None
         return known or self.limits.acceptance_floor
 

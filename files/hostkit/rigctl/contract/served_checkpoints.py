@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from rigctl.contract.eagle3_conventions import Convention
 from rigctl.contract.fields import HostPath, Text
 from rigctl.contract.order import Order, Part
+from rigctl.contract.speculation import Method
 
 
 class Training(Part):
@@ -63,16 +64,21 @@ class ServedCheckpoints(Part):
 
 
 class DrafterPair(Part):
-    """A configuration with a drafter."""
+    """A configuration whose speculation its checkpoints must fit: a drafter and its target, or a target's own head."""
 
     name: Text
     """Of the configuration."""
+    method: Method = "eagle3"
+    steps: Annotated[int, Field(ge=1)] | None = None
+    """Drafted tokens a step."""
     engine: Literal["vllm", "sglang"]
     release: Text
+    environment_path: HostPath | None = None
+    """The engine's environment, whose registry says which architectures it knows; unset: none is refused."""
     target_path: HostPath
-    drafter_path: HostPath
-    """What the unit will read: the drafter as it is published, or its overlay."""
-    checkpoint_path: HostPath
+    drafter_path: HostPath | None
+    """What the unit will read: the drafter as it is published, or its overlay; null for a method without one."""
+    checkpoint_path: HostPath | None
     """The drafter as it is published."""
     checkpoints: ServedCheckpoints
     environment: dict[Text, str] = {}
@@ -80,7 +86,7 @@ class DrafterPair(Part):
 
 
 class DrafterPairs(Order):
-    """Every configuration of a host with a drafter."""
+    """Every configuration of a host whose speculation its checkpoints must fit."""
 
     FORMAT: ClassVar[int] = 1
 

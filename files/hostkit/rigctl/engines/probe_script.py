@@ -20,7 +20,7 @@ import tempfile
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import MagicMock
 
 Verdict = dict[str, Any]
@@ -140,6 +140,11 @@ def vllm_features() -> dict[str, Callable[[], object]]:
     }
 
 
+def vllm_words(literal: Any) -> list[str]:
+    """The words of a Literal, those of literals in it too."""
+    return sorted({word for one in get_args(literal) for word in ([one] if isinstance(one, str) else vllm_words(one))})
+
+
 def vllm_parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser, Any]:
     """The `vllm` program's parser, its `serve` part, and the serve command (for its own validation)."""
     platform = module("vllm.platforms").current_platform
@@ -160,6 +165,9 @@ def vllm_parse(flags: Sequence[str]) -> argparse.Namespace:
     speculative = parsed.speculative_config or {}
     if unknown := sorted(set(speculative) - set(known)):
         raise RefusedError(f"--speculative-config: unknown keys {', '.join(unknown)}")
+    methods = vllm_words(module("vllm.config.speculative").SpeculativeMethod)
+    if (method := speculative.get("method")) not in {None, *methods}:
+        raise RefusedError(f"--speculative-config: no method {method}; it has {', '.join(methods)}")
     if parsed.tool_call_parser:
         vllm_tool_parser(parsed.tool_call_parser)
     if getattr(parsed, "reasoning_parser", None):
@@ -240,7 +248,15 @@ def sglang_parser() -> argparse.ArgumentParser:
 
 
 def sglang_parse(flags: Sequence[str]) -> argparse.Namespace:
-    return sglang_parser().parse_args(list(flags))
+    """Parse the flags, and check the algorithm of speculation where the parser takes any text (0.5.16 on)."""
+    parser = sglang_parser()
+    parsed = parser.parse_args(list(flags))
+    word = getattr(parsed, "speculative_algorithm", None)
+    anything = any(action.dest == "speculative_algorithm" and action.choices is None for action in parser._actions)
+    if word is not None and anything:
+        with contextlib.suppress(ImportError):  # its parser was all that could be asked
+            module("sglang.srt.speculative.spec_info").SpeculativeAlgorithm.from_string(word)
+    return parsed
 
 
 # Either

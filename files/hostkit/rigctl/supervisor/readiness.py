@@ -1,7 +1,7 @@
 """Ready means accepted: an engine counts as serving once it has really answered.
 
 /health alone has been 200 on frozen engines (vllm PR#36451), and an engine can die of its first request. So it is asked
-who it is, for a completion, for a tool call where a parser is configured, and whether its drafter is at work.
+who it is, for a completion, for a tool call where a parser is configured, and whether its speculation is at work.
 """
 
 import json
@@ -30,6 +30,14 @@ WEATHER = {
         },
     },
 }
+# Of some length, and in an order of words that no model writes by itself.
+PASSAGE = (
+    "Copper kettle, seven ladders, a green harbour; the clerk counts lanterns before noon. Copper kettle, seven "
+    "ladders, a green harbour; the clerk counts barrels after dusk. Nobody weighs the salt twice, and nobody paints "
+    "the north gate."
+)
+COPY = [{"role": "user", "content": f"Repeat this text word for word, and write nothing else:\n\n{PASSAGE}"}]
+COPIED_WORDS = 12
 # A tool call and its reasoning fit well below this; the answer to QUESTION may end earlier by itself.
 MAX_TOKENS = 512
 SHORT_MAX_TOKENS = 128
@@ -84,7 +92,8 @@ def accept(engine: Engine) -> dict[str, Any]:
         probes.append(("tool_call", lambda: _tool_call(engine)))
     if specification.speculation:
         before = _counters(engine)
-        probes.append(("speculation", lambda: _speculation(engine, before)))
+        by_text = specification.speculation.method == "ngram"
+        probes.append(("speculation", lambda: (_ngram if by_text else _speculation)(engine, before)))
     if specification.api_key:
         probes.append(("routes", lambda: _routes(engine, Engine(specification))))
     proved: dict[str, Any] = {}
@@ -181,13 +190,31 @@ def _speculation(engine: Engine, before: Speculation | None) -> dict[str, Any]:
         length = engine.metrics().own_length
         if length is not None:
             if length <= 0:
-                raise NotAccepted("speculation: the engine's own acceptance length is 0: the drafter is not used")
+                raise NotAccepted("speculation: the engine's own acceptance length is 0: nothing is drafted")
             return {"own_length": length, "counters": "this release exports none"}
-        raise NotAccepted("speculation: a drafter is configured, but the engine counts no drafts")
+        raise NotAccepted("speculation: it is configured, but the engine counts no drafts")
     moved = after.since(before or Speculation(0, 0, 0))
     if moved.drafts <= 0:
-        raise NotAccepted("speculation: the counters did not move: the drafter is not used")
+        raise NotAccepted("speculation: the counters did not move: nothing is drafted")
     return {"drafts": moved.drafts, "drafted": moved.drafted, "accepted": moved.accepted}
+
+
+def _ngram(engine: Engine, before: Speculation | None) -> dict[str, Any]:
+    """N-gram drafts where a text repeats itself, so it is asked to. What repeated nothing is no failure."""
+    message = engine.chat(COPY, max_tokens=MAX_TOKENS, timeout=_patience(engine))["message"]
+    try:
+        return _speculation(engine, before)
+    except NotAccepted:
+        if _copies(f"{reasoning_of(message)}\n{message.get('content') or ''}"):
+            raise
+    return {"drafts": 0, "found": "the model did not repeat the text, so there was nothing to draft"}
+
+
+def _copies(text: str) -> bool:
+    """Whether a text has a run of the passage's words in it."""
+    words, whole = PASSAGE.split(), " ".join(text.split())
+    runs = (words[start : start + COPIED_WORDS] for start in range(len(words) - COPIED_WORDS + 1))
+    return any(" ".join(run) in whole for run in runs)
 
 
 def _settled(engine: Engine, before: Speculation | None) -> Speculation | None:
