@@ -17,7 +17,7 @@ from rigctl.contract import layout
 @deploy("Units")
 def units(plan: HostPlan) -> None:
     names = [layout.unit_name(name) for name in plan.serving]
-    boot = layout.unit_name(plan.data.enable_at_boot) if plan.data.enable_at_boot else None
+    boot = [layout.unit_name(name) for name in plan.data.at_boot]
     files = [File(path, text.encode()) for path, text in unit_files(plan).items()]
     known = [PurePosixPath(file.path).name for file in files if file.path.startswith(f"{layout.UNITS}/")]
     edge = [unit for unit in known if unit.startswith(system.EDGE_UNITS)]

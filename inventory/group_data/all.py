@@ -35,7 +35,7 @@ kernel_store = None
 
 # System user the engines run as: no shell, no home.
 service_user = "kimi"
-# The one configuration started at boot, or None.
+# The configuration started at boot, a list of several that do not exclude each other, or None.
 enable_at_boot = None
 # What a deploy does with a running service whose unit, environment or checkpoint changed: "never" restarts it (it is
 # shown as stale), "when-idle" restarts it as soon as no request runs, "now" at once.

@@ -55,11 +55,13 @@ def fits(plan: HostPlan) -> tuple[tuple[Fit, ...], dict[str, str]]:
     for name, entry in plan.serving.items():
         if not (entry.gpus and memory):
             continue
-        if not entry.memory_fraction:
-            unknown[name] = "its share of a card's memory is not decided: its entry names no memory_fraction"
+        if not entry.fraction:
+            unknown[name] = (
+                "its share of a card's memory is not decided: neither its entry nor its family names a memory_fraction"
+            )
             continue
         engine = plan.environments[entry.release].release.engine
-        account = partial(configuration_fit, name, entry, engine, int(entry.memory_fraction * memory * MIB))
+        account = partial(configuration_fit, name, entry, engine, int(entry.fraction * memory * MIB))
         drafter = entry.drafter
         of = entry.target
         try:

@@ -13,7 +13,7 @@ from rig.catalog.entries import Configuration, Source
 from rig.host.live_settings import reboot_recommended
 from rig.host.settings import HostSettings, Kind
 from rig.plan.command_lines import command_line, served_model_name
-from rig.plan.host_plan import HostPlan, canonical_digest
+from rig.plan.host_plan import HostPlan, both_claim, canonical_digest
 from rigctl.contract import layout
 from rigctl.contract.run_specification import LiveSettings, RunSpecification
 from rigctl.contract.served_checkpoints import DrafterPair, DrafterPairs, ServedCheckpoints
@@ -34,7 +34,8 @@ def run_specification(plan: HostPlan, name: str) -> RunSpecification:
         "format": RunSpecification.FORMAT,
         "name": name,
         "description": configuration.description,
-        "family": None,
+        "family": plan.checkpoints[configuration.target].family,
+        **configuration.model_dump(include={"answer", "quiet", "sampling"}),
         "engine": release.engine,
         "release": configuration.release,
         "endpoints": [configuration.listen.model_dump(include={"host", "port"})],
@@ -83,7 +84,8 @@ def started_with(order: RunSpecification, unit: str, sources: Sequence[Source]) 
     service = unit.partition("[Service]")[2].partition("[Install]")[0].splitlines()
     content = {
         "service": [line for line in service if line and not line.startswith("#")],
-        "family": order.family,
+        # Of a family what the supervisor goes by: its name changes nothing.
+        "quiet": order.quiet or None,
         "engine": order.engine,
         "endpoints": [endpoint.address for endpoint in order.endpoints],
         "model": order.model,
@@ -195,7 +197,7 @@ def conflicts(plan: HostPlan, name: str) -> list[str]:
     return sorted(
         layout.unit_name(other)
         for other, configuration in plan.serving.items()
-        if other != name and (set(configuration.gpus) & set(mine.gpus) or configuration.listen.port == mine.listen.port)
+        if other != name and both_claim(configuration, mine)
     )
 
 
@@ -214,7 +216,7 @@ def unit_file(plan: HostPlan, name: str) -> str:
     others = conflicts(plan, name)
     configuration = plan.serving[name]
     release = plan.environments[configuration.release].release
-    limits = plan.data.supervision
+    limits, what = plan.data.supervision, configuration.description or name
     environment_path = plan.environments[configuration.release].path
     cache = cache_directory(plan, name)
     # Compilers at serve time are run by name: ninja lies in the engine's own environment, nvcc in the toolkit.
@@ -225,7 +227,7 @@ def unit_file(plan: HostPlan, name: str) -> str:
     return JINJA.get_template("kimi.service.j2").render(
         mark=layout.UNIT_MARK,
         name=name,
-        description=one_line(configuration.description or name),
+        description=one_line(f"{plan.checkpoints[configuration.target].called(configuration.target)}: {what}"),
         user=plan.data.service_user,
         conflicts=others,
         # Stop jobs run before start jobs between ordered units whichever way the order points (systemd.unit(5)).

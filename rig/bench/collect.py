@@ -1,7 +1,5 @@
 """From what a host measured to ledger entries. Pure."""
 
-import re
-
 from pydantic import ValidationError
 
 from rig.bench import ledger
@@ -88,8 +86,5 @@ def _by_flags(configuration: Configuration) -> ledger.Drafter | None:
 
 
 def trained_for(drafter: Checkpoint) -> list[str]:
-    """The models a drafter was trained for. A repository that names Kimi-K2 without .5 is known by its name."""
-    source = drafter.source
-    if source.kind == "hub" and re.search(r"Kimi-K2(?![.]?5)", source.repository, re.IGNORECASE):
-        return ["kimi-k2"]
-    return list(drafter.targets)
+    """The models a drafter was trained for; where that is not known, those that it may serve."""
+    return [drafter.training.target] if drafter.training.target else list(drafter.targets)

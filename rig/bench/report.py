@@ -86,6 +86,13 @@ def markdown(entries: Iterable[Result | Reference], now: datetime | None = None)
     return _render("bench_report.md.j2", entries, now)
 
 
+def _models(entries: Iterable[Result | Reference]) -> str:
+    """The models that were measured, or those that others reported on."""
+    listed = [*entries]
+    measured = [one for one in listed if isinstance(one, Result)]
+    return ", ".join(sorted({one.configuration.target for one in measured or listed}))
+
+
 def _render(template: str, entries: Iterable[Result | Reference], now: datetime | None) -> str:
     listed = list(entries)
     return (
@@ -96,6 +103,7 @@ def _render(template: str, entries: Iterable[Result | Reference], now: datetime 
             reported=views.reference_views(references(listed)),
             views=views,
             recommend=recommend,
+            title=f"Serving configurations, measured: {_models(listed) or 'nothing yet'}",
             rule=RULE,
             made=(now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
             pictures=_pictures,

@@ -1,4 +1,4 @@
-"""The three catalogues (inventory/*.yaml) as typed, checked data.
+"""The catalogues (inventory/*.yaml) as typed, checked data.
 
 Pure but for reading the files. Every wrong entry raises CatalogError with one line a finding: file, line, entry.
 """
@@ -14,9 +14,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -29,10 +29,12 @@ from pydantic import (
     model_validator,
 )
 
+from rig.catalog.defaults import DRAFTERS_DRAFT, Defaults, with_defaults
 from rig.catalog.defaults import DRAFTERS_DRAFT, with_defaults
 from rig.catalog.kept_layers import Memory
 from rig.catalog.speculation_flags import FLAGS
 from rig.catalog.yaml_source import CatalogError, Document, load
+from rigctl.contract.answering import Answer, Parameters, Sampling
 from rigctl.contract.checkpoint_job import Role
 from rigctl.contract.environment_build import Index
 from rigctl.contract.fields import (
@@ -51,18 +53,22 @@ from rigctl.contract.manifest import Manifest
 from rigctl.contract.order import Part, keys, nearest, words
 from rigctl.contract.order import place as place_of
 from rigctl.contract.served_checkpoints import Provenance, Training
-from rigctl.contract.sources import Source
+from rigctl.contract.sources import HubSource, Source
 from rigctl.contract.speculation import WITH_DRAFTER, Method, check_drafter
 from rigctl.errors import RigctlError
 
 ROOT = Path(__file__).resolve().parents[2]
 INVENTORY_VARIABLE = "KIMI_RIG_INVENTORY"
-SECTIONS = ("serving", "checkpoints", "releases")
+SECTIONS = ("serving", "checkpoints", "releases", "families")
+OPTIONAL = ("families",)
+"""Catalogues that an inventory may do without."""
 
 # systemd allows 255 characters in a unit name, with prefix and suffix (systemd.unit(5)).
 LONGEST_NAME = 200
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
+EngineName = Literal["vllm", "sglang"]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
 Port = Annotated[int, Field(ge=1024, le=65535)]
 Flag = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$")]
 FlagValue = bool | int | float | str | list[str] | dict[str, Any]
@@ -246,8 +252,17 @@ class Configuration(Entry):
     """Tokens of prompt and answer together; the model's own limit when unset."""
     max_running_requests: Annotated[int, Field(ge=1)] | None = None
     """Always set for a fair comparison: SGLang silently takes 48 with speculation when unset."""
-    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of GPU memory: vLLM's --gpu-memory-utilization, SGLang's --mem-fraction-static."""
+    memory_fraction: Fraction | Literal["host"] | None = None
+    """Share of GPU memory: vLLM's --gpu-memory-utilization, SGLang's --mem-fraction-static. host: what the host's
+    policy decides. The family's when unset, and without one the engine's own."""
+    memory_reserve: Annotated[int, Field(ge=0)] | None = None
+    """Bytes on each GPU that go to activations and graphs, for the memory account; the family's when unset."""
+    answer: Answer = Answer()
+    """How the model answers; what is unset is the family's."""
+    quiet: Parameters = {}
+    """Parameters of the watchdog's question; the family's when unset."""
+    sampling: Sampling = {}
+    """Parameters of `rigctl chat`; the family's when unset."""
     tool_call_parser: Text | None = None
     reasoning_parser: Text | None = None
     trust_remote_code: bool = False
@@ -258,6 +273,11 @@ class Configuration(Entry):
     secrets: dict[Variable, Text] = {}
     """Variable -> file of the machine that deploys, which only its owner reads: the engine gets its one line."""
     accept: Accept = Accept()
+
+    @property
+    def fraction(self) -> float | None:
+        """Share of GPU memory as far as it is decided."""
+        return None if self.memory_fraction == "host" else self.memory_fraction
 
     @property
     def drafter(self) -> str | None:
@@ -284,6 +304,30 @@ class Heads(Entry):
     mtp: Head | None = None
 
 
+class Parsers(Entry):
+    """Parsers of one engine, by its own names."""
+
+    tool: Text | None = None
+    reasoning: Text | None = None
+
+
+class Family(Entry):
+    """What models of one family have in common, whichever engine or host serves them. A serving entry wins."""
+
+    parsers: dict[EngineName, Parsers] = {}
+    """By engine: the names differ."""
+    answer: Answer = Answer()
+    quiet: Parameters = {}
+    """Parameters that keep the watchdog's question short."""
+    sampling: Sampling = {}
+    """What its makers recommend."""
+    memory_fraction: dict[EngineName, Fraction | Literal["host"]] = {}
+    """By engine; host: what the host's policy decides, whose figures are of Kimi-K2 on eight cards."""
+    memory_reserve: dict[EngineName, Annotated[int, Field(ge=0)]] = {}
+    """By engine: bytes on each GPU that go to activations and graphs."""
+    notes: str = ""
+
+
 class Checkpoint(Entry):
     """A model or a drafter: where it comes from and where it lies on the host."""
 
@@ -291,6 +335,10 @@ class Checkpoint(Entry):
     path: Annotated[str, AfterValidator(_checkpoint_path)]
     """Absolute, or below one of the host's path variables: {models}, {drafters}."""
     source: Source
+    family: Text | None = None
+    """Targets only: an entry of families.yaml."""
+    title: Text | None = None
+    """Targets only: what people call it; the repository's name when unset."""
     digests: dict[Text, Sha256] = {}
     """sha256 of files that are known from elsewhere: whatever the source lists must agree."""
     bandwidth_limit: Annotated[int, Field(ge=1)] | None = None
@@ -311,13 +359,18 @@ class Checkpoint(Entry):
     provenance: Provenance = Provenance()
     notes: str = ""
 
+    def called(self, name: str) -> str:
+        """What people call it. name: its entry's."""
+        repository = self.source.repository if isinstance(self.source, HubSource) else name
+        return self.title or repository.rpartition("/")[2]
+
     @model_validator(mode="after")
     def _each_role_has_its_own(self) -> Self:
         drafters = self.training != Training() or self.provenance != Provenance() or self.method
         if self.role == "target" and drafters:
             raise ValueError("training, provenance and method belong to drafters")
-        if self.role == "drafter" and self.heads != Heads():
-            raise ValueError("heads belong to targets")
+        if self.role == "drafter" and (self.heads != Heads() or self.family or self.title):
+            raise ValueError("heads, family and title belong to targets")
         if self.method not in (None, *WITH_DRAFTER):
             raise ValueError(f"{self.method} has no drafter; a drafter's method is one of {', '.join(WITH_DRAFTER)}")
         return self
@@ -353,7 +406,7 @@ class Kernel(KernelLibrary):
 class Release(Entry):
     """One engine release: what is installed, how it is started, what is known of it."""
 
-    engine: Literal["vllm", "sglang"]
+    engine: EngineName
     version: Text
     package: Distribution
     """Name of the distribution that carries the engine."""
@@ -398,13 +451,16 @@ class Catalog:
     serving: Mapping[str, Configuration]
     checkpoints: Mapping[str, Checkpoint]
     releases: Mapping[str, Release]
+    families: Mapping[str, Family] = field(default_factory=dict)
+    defaults: Mapping[str, Defaults] = field(default_factory=dict)
+    """By configuration: what its entry left to the family and to the checkpoints."""
 
 
 def load_catalog(overlay: str | None = None, inventory: Path | None = None) -> Catalog:
     """Read and check the catalogues below `inventory`, with one overlay (inventory/overlays/) laid on them.
 
     inventory: the directory of this run (inventory_directory) when unset.
-    An overlay has the sections serving, checkpoints and releases; its entry names may be patterns (`vllm-*`).
+    An overlay has sections of the catalogues' names; its entry names may be patterns (`vllm-*`).
     Raises CatalogError listing every finding.
     """
     return _load(overlay, inventory or inventory_directory())
@@ -412,17 +468,23 @@ def load_catalog(overlay: str | None = None, inventory: Path | None = None) -> C
 
 @cache
 def _load(overlay: str | None, inventory: Path) -> Catalog:
-    documents = {name: _read(inventory, f"{name}.yaml") for name in SECTIONS}
+    documents = {name: _read(inventory, f"{name}.yaml") for name in SECTIONS if name not in OPTIONAL}
+    for name in OPTIONAL:
+        there = (inventory / f"{name}.yaml").exists()
+        documents[name] = _read(inventory, f"{name}.yaml") if there else Document()
     if overlay is not None:
         if not (inventory / "overlays" / overlay).is_file():
             raise CatalogError(f"catalogue_overlay: inventory/overlays/{overlay} cannot be read: there is no such file")
         documents = _overlaid(documents, _read(inventory, f"overlays/{overlay}"))
     findings: list[Finding] = []
-    documents["serving"] = with_defaults(_resolve_extends(documents["serving"], findings), documents["checkpoints"])
+    documents["serving"] = _resolve_extends(documents["serving"], findings)
+    documents["serving"], defaults = with_defaults(documents)
     catalog = Catalog(
         _parse(documents["serving"], Configuration, "serving", findings),
         _parse(documents["checkpoints"], Checkpoint, "checkpoints", findings),
         _parse(documents["releases"], Release, "releases", findings),
+        _parse(documents["families"], Family, "families", findings),
+        defaults,
     )
     if not documents["serving"].data and not findings:
         raise CatalogError(f"{inventory.name}/serving.yaml:1: serving: there is no configuration in it")
@@ -508,7 +570,8 @@ def _resolve_extends(serving: Document, findings: list[Finding]) -> Document:
             found((name,), "there is nothing in it")
             continue
         entry, seen = serving.section(name), [name]
-        while (base := entry.data.pop("extends", None)) is not None:
+        parts = [entry]
+        while (base := parts[-1].data.pop("extends", None)) is not None:
             if not isinstance(base, str):
                 found((name, "extends"), "the name of one entry")
                 break
@@ -519,8 +582,10 @@ def _resolve_extends(serving: Document, findings: list[Finding]) -> Document:
                 found((name, "extends"), why)
                 break
             seen.append(base)
-            entry = serving.section(base).merged(entry)
+            parts.append(serving.section(base))
         else:
+            # From the lowest up: what an entry removes is of all below it.
+            entry = reduce(Document.merged, reversed(parts))
             whole = entry.data if isinstance(value, Mapping) else value
             places = {(name, *path): place for path, place in entry.places.items()}
             result = result.merged(Document({name: whole}, {**places, (name,): serving.place((name,))}))
@@ -562,6 +627,7 @@ def _cross_check(catalog: Catalog, documents: Mapping[str, Document]) -> Iterato
             return Finding(str(documents["serving"].place(path)), "serving", path, message)
 
         yield from _check_references(configuration, catalog, finding)
+        yield from _check_parsers(configuration, finding)
         yield from _check_limits(configuration, catalog, finding)
         yield from _check_speculation(configuration, catalog, finding)
         for key in configuration.secrets:
@@ -631,6 +697,11 @@ def _check_checkpoints(catalog: Catalog, document: Document) -> Iterator[Finding
         for target in entry.targets
         if target not in entries
     ]
+    wrong += [
+        (name, "family", f"there is no family {entry.family}{nearest(entry.family, catalog.families)}")
+        for name, entry in entries.items()
+        if entry.family is not None and entry.family not in catalog.families
+    ]
     for name, other in overlapping({name: entry.path for name, entry in entries.items()}):
         where = f"lies in {entries[name].path}, and so does {other} ({entries[other].path})"
         wrong.append((name, "path", f"{where}: each checkpoint has a directory of its own"))
@@ -671,6 +742,16 @@ def _check_references(configuration: Configuration, catalog: Catalog, finding: T
             yield finding(key, f"there is no checkpoint {name}{_known(catalog.checkpoints)}")
         elif checkpoint.role != role:
             yield finding(key, f"{name} is a {checkpoint.role}, a {role} is needed")
+
+
+def _check_parsers(configuration: Configuration, finding: Tell) -> Iterator[Finding]:
+    """The release knows the parsers by these names, unless a flag brings one of the operator's own."""
+    for kind in ("tool", "reasoning"):
+        key = {"tool": "tool_call_parser", "reasoning": "reasoning_parser"}[kind]
+        name, known = getattr(configuration, key), recorded_names(configuration.release, f"{kind}_parsers")
+        own = f"{kind}-parser-plugin" in configuration.flags
+        if name not in (None, "auto") and known is not None and name not in known and not own:
+            yield finding([key], f"{configuration.release} has no {kind} parser {name}{nearest(name, known)}")
 
 
 def _check_limits(configuration: Configuration, catalog: Catalog, finding: Tell) -> Iterator[Finding]:

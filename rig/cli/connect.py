@@ -20,7 +20,7 @@ def talk_lines(name: str, data: Mapping[str, Any]) -> list[str]:
     if not serving:
         return []
     edge, serving = reached(host, serving)
-    first = host.enable_at_boot or next(iter(serving))
+    first = next(iter([*host.at_boot, *serving]))
     entry = serving[first]
     sudo = "sudo " if data.get("_sudo") else ""
     start = f"{sudo}systemctl start {layout.unit_name(first)}"

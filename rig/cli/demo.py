@@ -86,7 +86,7 @@ def _ask(box: Box) -> dict[str, Any]:
 
 
 def _print(answer: dict[str, Any], took: dict[str, float]) -> None:
-    print(f"\nYou:  {PROMPT}\nKimi: {answer['content'].strip()}\n")
+    print(f"\nYou:   {PROMPT}\nModel: {answer['content'].strip()}\n")
     print(f"configuration  {answer['configuration']}")
     print(
         f"speculation    {answer['accepted']} of {answer['drafted']} drafted tokens accepted, "

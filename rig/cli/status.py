@@ -75,12 +75,15 @@ class Service:
     running_release: str | None = None
     accepted_since: str | None = None
     acceptance_length: float | None = None
+    model: str | None = None
+    address: str | None = None
 
-    def text(self) -> str:
-        """It in a few words; the deployed release too where it is not the one that runs."""
+    def text(self, among: int = 1) -> str:
+        """It in a few words; the deployed release too where it is not the one that runs, the model among several."""
         runs = self.running_release or self.release
         deployed = f"; deployed: {self.release}" if runs != self.release else ""
-        text = f"{self.configuration} {self.state} ({runs}{deployed})"
+        which = f" with {self.model} at {self.address}" if among > 1 and self.address else ""
+        text = f"{self.configuration}{which} {self.state} ({runs}{deployed})"
         text += f", accepted since {self.accepted_since}" if self.accepted_since else ""
         return text + (
             f", acceptance length {self.acceptance_length:.2f}" if self.acceptance_length is not None else ""
@@ -110,7 +113,7 @@ class HostStatus:
             return f"{self.host}: cannot be reached: {self.trouble}"
         if self.deployed is None:
             return f"{self.host}: nothing is deployed"
-        parts = [service.text() for service in self.services] or ["nothing serves"]
+        parts = [one.text(among=len(self.services)) for one in self.services] or ["nothing serves"]
         parts += [self.rolled_back] if self.rolled_back else []
         parts.append(f"drift: {'; '.join(self.drift) or 'none'}")
         parts.append(f"reboot pending: {self.reboot_pending or 'no'}")
@@ -133,6 +136,8 @@ class _Row(BaseModel):
     running_release: str | None = None
     accepted_at: Annotated[float, Field(ge=0, lt=1e11, allow_inf_nan=False)] | None = None
     acceptance_length: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    model: str | None = None
+    address: str | None = None
 
 
 _ROWS = TypeAdapter(list[_Row])
@@ -170,7 +175,9 @@ def _rows(found: Any) -> tuple[list[_Row] | None, str]:
 
 def _service(row: _Row) -> Service:
     since = f"{datetime.fromtimestamp(row.accepted_at, UTC):%Y-%m-%d %H:%M} UTC" if row.accepted_at else None
-    return Service(row.name, row.state, row.release, row.running_release, since, row.acceptance_length)
+    return Service(
+        row.name, row.state, row.release, row.running_release, since, row.acceptance_length, row.model, row.address
+    )
 
 
 def _drift(

@@ -17,6 +17,7 @@ from rig.facts.host import parse_host
 from rig.host.explanation import explain_text
 from rig.plan.drafter_layers import drafters_text
 from rig.plan.host_plan import HostPlan, plan_from_facts
+from rig.plan.model_defaults import defaults_text
 from rigctl.contract.layout import UNITS, unit_name
 
 INVENTORY = "inventory/tour.py"
@@ -43,7 +44,9 @@ PAGES: dict[str, tuple[str, Callable[[HostPlan], str]]] = {
     "unit": (f"one of its units: {UNITS}/{unit_name(CONFIGURATION)}", lambda plan: unit_file(plan, CONFIGURATION)),
     "explain": (
         "make explain: what the host's hardware decides, and why",
-        lambda plan: explain_text("turin", plan.facts, plan.decision, plan.decisions) + drafters_text(plan),
+        lambda plan: (
+            explain_text("turin", plan.facts, plan.decision, plan.decisions) + defaults_text(plan) + drafters_text(plan)
+        ),
     ),
     # Nothing was measured on these cards.
     "report": (

@@ -112,7 +112,7 @@ def configuration_fit(
         budget=budget,
         weights=target.weights(share),
         drafter=drafter.weights(beside) if drafter else 0,
-        reserve=RESERVE[engine],
+        reserve=RESERVE[engine] if configuration.memory_reserve is None else configuration.memory_reserve,
         request=target.request(context, share) + (drafter.request(context, beside) if drafter else 0),
         context=context,
         strict=engine == "vllm",

@@ -342,6 +342,19 @@ def _lent_out(facts: HostFacts, port: int) -> str:
     return f"{bounds[0]}-{bounds[1]}" if len(bounds) == 2 and bounds[0] <= port <= bounds[1] and not reserved else ""
 
 
+def _shared_port(port: int, serving: Mapping[str, Configuration]) -> Iterator[Finding]:
+    """Configurations on other cards that exclude each other by a port that one of them did not choose."""
+    for name, one in serving.items():
+        beside = [other for other, its in serving.items() if its.gpus and not set(its.gpus) & set(one.gpus)]
+        if one.gpus and beside and "port" not in one.listen.model_fields_set:
+            yield _warning(
+                "port-shared",
+                f"{name} takes port {port} because its entry names none, as {', '.join(beside)} on other cards: they "
+                "cannot run beside each other",
+                f"give {name} a port of its own: listen: {{port: {port + 1}}}",
+            )
+
+
 def _system(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
     for name, release in (needs.releases_on("cuda") | needs.releases_on("cpu")).items():
         if release.minimum_glibc and facts.glibc and facts.glibc < version_tuple(release.minimum_glibc):
@@ -351,6 +364,7 @@ def _system(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
     for name, configuration in needs.serving.items():
         ports.setdefault(configuration.listen.port, []).append(name)
     for port, names in ports.items():
+        yield from _shared_port(port, {name: needs.serving[name] for name in names})
         if facts.ports is not None and port in facts.ports and port not in needs.own_ports:
             yield _warning("port", f"port {port} of {', '.join(names)} is taken", f"see `ss -ltnp sport = :{port}`")
         if lent := _lent_out(facts, port):

@@ -158,7 +158,8 @@ def kernel_token(setting: Setting) -> str:
 
 
 def with_host(configuration: Configuration, engine: str, settings: HostSettings) -> Configuration:
-    """A catalogue entry with what it leaves to the host: flags and memory fraction. What it names itself wins.
+    """A catalogue entry with what it leaves to the host: flags and, where it says `host`, the memory fraction. What it
+    names itself wins.
 
     settings: those of this configuration (rig/host/topology.py, Workload).
     """
@@ -170,11 +171,12 @@ def with_host(configuration: Configuration, engine: str, settings: HostSettings)
     kind = "eagle3" if drafts else "base"
     if int(str(configuration.flags.get("decode-context-parallel-size", 1))) >= 8 and kind == "eagle3":
         kind = "eagle3-dcp8"
-    fraction = settings.memory_fraction.get(f"{engine}.{kind}")
+    # A plan that is made in two steps asks again.
+    fraction = settings.memory_fraction.get(f"{engine}.{kind}", "host")
     return configuration.model_copy(
         update={
             "flags": {**flags, **configuration.flags},
-            "memory_fraction": configuration.memory_fraction or fraction,
+            "memory_fraction": fraction if configuration.memory_fraction == "host" else configuration.memory_fraction,
         }
     )
 

@@ -67,17 +67,18 @@ def units_loaded(units: Sequence[str], files: Sequence[File]) -> Commands:
 
 
 @operation()
-def enabled_at_boot(wanted: str | None, units: Sequence[str]) -> Commands:
-    """Of all serving units at most one is started at boot. Starts and stops nothing."""
+def enabled_at_boot(wanted: Sequence[str], units: Sequence[str]) -> Commands:
+    """Of all serving units these are started at boot. Starts and stops nothing."""
     known = host.get_fact(UnitProperties, units=list(units)) if units else {}
     enabled = {unit for unit, state in known.items() if state.get("UnitFileState") == "enabled"}
-    surplus = sorted(enabled - {wanted})
-    missing = [] if wanted is None or wanted in enabled else [wanted]
-    if wanted in enabled and known[wanted].get("ActiveState") in ("inactive", "failed"):
-        notice(f"{wanted} starts at boot and is stopped: a deploy starts nothing, `systemctl start {wanted}` does")
+    surplus = sorted(enabled - {*wanted})
+    missing = [unit for unit in wanted if unit not in enabled]
+    for unit in wanted:
+        if unit in enabled and known[unit].get("ActiveState") in ("inactive", "failed"):
+            notice(f"{unit} starts at boot and is stopped: a deploy starts nothing, `systemctl start {unit}` does")
     details = [f"{unit} is no longer started at boot" for unit in surplus]
     details += [f"{unit} is started at boot" for unit in missing]
-    if not changes(details, f"{wanted or 'no serving unit'} is started at boot"):
+    if not changes(details, f"started at boot: {', '.join(wanted) or 'no serving unit'}"):
         return
     yield script(
         *(f"systemctl disable -q {unit}" for unit in surplus),

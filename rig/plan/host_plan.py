@@ -5,6 +5,7 @@ The deploy, the verification and the receipt read the same HostPlan, so nothing 
 
 import glob
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pyinfra.api.arguments import all_global_arguments
 from pyinfra.api.connectors import get_all_connectors
 
+from rig.catalog.defaults import Defaults
 from rig.catalog.entries import (
     ROOT,
     Catalog,
@@ -78,7 +80,7 @@ class HostData(BaseModel):
     catalogue_overlay: Text | None = None
     base_packages: list[Package]
     service_user: Annotated[str, AfterValidator(_service_user)]
-    enable_at_boot: str | None = None
+    enable_at_boot: str | list[str] | None = None
     restart: Literal["never", "when-idle", "now"] = "never"
     supervision: Limits = Limits()
     api_key_file: Text | None = None
@@ -94,6 +96,12 @@ class HostData(BaseModel):
     kernel_store: Annotated[str, Field(pattern=r"^([\w.@-]+:)?/[\w./-]+$")] | None = None
     accept_known_bad: list[str] = []
     roll_forward: Literal["no", "yes"] = "no"
+
+    @property
+    def at_boot(self) -> list[str]:
+        """The configurations that start with the machine."""
+        named = self.enable_at_boot or []
+        return [named] if isinstance(named, str) else named
 
 
 @dataclass(frozen=True)
@@ -144,6 +152,8 @@ class HostPlan:
     decision: Decision = field(default=Decision((), (), ()), repr=False)
     edge: Edge | None = None
     """What others reach; None where every configuration listens on loopback and the host's data has no `edge`."""
+    defaults: Mapping[str, Defaults] = field(default_factory=dict)
+    """By configuration: what its entry left to the family and to the checkpoints."""
     derived_from: Mapping[str, str] = field(default_factory=dict)
     """Drafters that exist for a benchmark only -> the checkpoint whose files they are."""
 
@@ -330,6 +340,7 @@ def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings
         checkpoints=checkpoints,
         checkpoint_paths=paths,
         edge=edge,
+        defaults=catalog.defaults,
     )
 
 
@@ -389,15 +400,28 @@ def _host_data(data: Mapping[str, Any]) -> HostData:
 def _chosen(host: HostData, catalog: Catalog) -> dict[str, Configuration]:
     names = list(catalog.serving) if host.configurations is None else host.configurations
     unknown = [name for name in names if name not in catalog.serving]
-    boot = host.enable_at_boot
-    if boot is not None and boot not in names:
-        raise CatalogError(f"host data enable_at_boot: {boot} is none of this host's configurations")
+    for boot in host.at_boot:
+        if boot not in names:
+            raise CatalogError(f"host data enable_at_boot: {boot} is none of this host's configurations")
     if unknown:
         there = ", ".join(catalog.serving)
         raise CatalogError(
             f"host data configurations: {', '.join(unknown)} is not in serving.yaml (there are: {there})"
         )
+    for one, other in itertools.combinations([name for name in host.at_boot if name in catalog.serving], 2):
+        if claimed := both_claim(catalog.serving[one], catalog.serving[other]):
+            raise CatalogError(
+                f"host data enable_at_boot: {one} and {other} exclude each other, both claim {claimed}: name one, "
+                "or give one another port or other GPUs"
+            )
     return {name: catalog.serving[name] for name in names}
+
+
+def both_claim(one: Configuration, other: Configuration) -> str | None:
+    """What two configurations claim alike, so that they cannot run beside each other; None where nothing is."""
+    if shared := sorted(set(one.gpus) & set(other.gpus)):
+        return f"GPU {', '.join(map(str, shared))}"
+    return f"port {one.listen.port}" if one.listen.port == other.listen.port else None
 
 
 def chosen_serving(data: Mapping[str, Any]) -> tuple[HostData, dict[str, Configuration], Mapping[str, Checkpoint]]:

@@ -26,8 +26,9 @@ def interruptions(plan: HostPlan, servers: Iterable[Server]) -> list[str]:
         )
         if server.address:
             lines.append(clients(plan, mine[0], server))
-    if lines and (boot := plan.data.enable_at_boot):
-        lines.append(f"{layout.unit_name(boot)} is to start at boot: after the next boot it is what serves")
+    if lines and (boot := plan.data.at_boot):
+        starts = "is to start at boot: after the next boot it is" if len(boot) == 1 else "start at boot: they are then"
+        lines.append(f"{' and '.join(map(layout.unit_name, boot))} {starts} what serves")
     return list(dict.fromkeys(lines))
 
 

@@ -200,7 +200,7 @@ def test_unit_is_loaded_as_written(target: Target, configuration: str) -> None:
     assert not properties.get("DropInPaths"), f"{unit} is changed by {properties['DropInPaths']}"
     assert properties["User"] == target.plan.data.service_user
     assert set(conflicts(target.plan, configuration)) <= set(properties["Conflicts"].split()), "it is not exclusive"
-    boot = target.plan.data.enable_at_boot == configuration
+    boot = configuration in target.plan.data.at_boot
     assert properties["UnitFileState"] == ("enabled" if boot else "disabled"), f"{unit}: start at boot"
     complaint = target.host.run(f"systemd-analyze verify {layout.UNITS}/{unit}")
     assert complaint.rc == 0, complaint.stderr
@@ -219,7 +219,7 @@ def test_what_runs(target: Target, configuration: str, remarks: list[str]) -> No
     properties = target.host.service(unit).systemd_properties
     assert properties["ActiveState"] != "failed", f"{unit} failed: {properties['StatusText']}"
     if properties["ActiveState"] != "active":
-        if target.plan.data.enable_at_boot == configuration:
+        if configuration in target.plan.data.at_boot:
             remarks.append(f"{target.name}: {unit} starts at boot and is {properties['ActiveState']}")
         return
     [row] = [row for row in json.loads(run(target.host, "rigctl status --json")) if row["name"] == configuration]

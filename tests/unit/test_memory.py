@@ -123,7 +123,7 @@ def test_the_february_configurations_fit(name: str) -> None:
     entry = catalog.serving[name]
     drafter = Model(DRAFTER, total=4_000_000_000) if entry.speculation else None
     engine = catalog.releases[entry.release].engine
-    fit = configuration_fit(name, entry, engine, int((entry.memory_fraction or 0) * CARD), (KIMI, drafter))
+    fit = configuration_fit(name, entry, engine, int((entry.fraction or 0) * CARD), (KIMI, drafter))
     assert fit.starts, fit
     assert "weights 7" in str(fit)
     # SGLang's entries name no context length, and the model's own does not fit: it starts and cuts requests short.

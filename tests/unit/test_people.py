@@ -148,8 +148,10 @@ def test_status_of_a_host_that_serves(receipt: dict[str, Any]) -> None:
         "drift: none, reboot pending: no"
     )
     other = {"name": "other", "state": "activating", "release": "sglang-0.5.23", "running_release": "sglang-0.5.16"}
+    row |= {"model": "kimi", "address": "127.0.0.1:8000"}
     found = status.read_status("kimi-1", DATA, answer(receipt, rows=[row, other]))
     assert "acceptance length 2.26, other activating (sglang-0.5.16; deployed: sglang-0.5.23), drift" in found.line()
+    assert "kimi-1: sglang-base with kimi at 127.0.0.1:8000 active (sglang-0.5.9), accepted" in found.line()
 
 
 def test_status_names_drift_and_a_pending_reboot(receipt: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from rigctl.contract.order import ContractError, Document
 from rigctl.contract.run_specification import RunSpecification
 from tests.unit.test_engines_and_units import box_plan, gpu_plan
 
-FREE = {"module_options", "sysctls", "disk_scheduler", "notes"}
+FREE = {"module_options", "sysctls", "disk_scheduler", "notes", "quiet", "sampling"}
 """Objects whose keys are names: every key is a known one."""
 DEEP = 5000
 

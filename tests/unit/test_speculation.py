@@ -145,7 +145,11 @@ WRONG = [
     ("method: ngram, steps: 5}", "method: ngram, topk: 2}", "is for eagle3 and mtp: ngram drafts one chain"),
     ("  method: dflash\n", "  method: ngram\n", "block-drafter: ngram has no drafter; a drafter's method is one of"),
     ('  role: target\n  path: "{models}/glm"', '  role: target\n  method: eagle3\n  path: "{models}/glm"', "belong to"),
-    ("  method: dflash\n", "  method: dflash\n  heads: {mtp: {}}\n", "block-drafter: heads belong to targets"),
+    (
+        "  method: dflash\n",
+        "  method: dflash\n  heads: {mtp: {}}\n",
+        "block-drafter: heads, family and title belong to targets",
+    ),
     ("steps: 5}}", "steps: 50}}", "checkpoints.glm.heads.mtp.steps: Input should be less than or equal to 16"),
 ]
 

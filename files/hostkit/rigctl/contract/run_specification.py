@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from rigctl.contract import layout
+from rigctl.contract.answering import Answer, Parameters, Sampling
 from rigctl.contract.fields import ListenAddress, Text
 from rigctl.contract.limits import Limits
 from rigctl.contract.order import Document, Order, Part, extended
@@ -52,7 +53,7 @@ class LiveSettings(Part):
     power_limit_w: int | None
 
 
-NEWER: Mapping[str, Any] = {}
+NEWER: Mapping[str, Any] = {"answer": {"thinks": "always", "tokens": 512}, "quiet": {}, "sampling": {}}
 """Keys that version 0.2.0 did not write, as "limits.settle_seconds": the value of each that says what 0.2.0 did.
 
 A specification of 0.2.0 is read with these, and while a key has its value here, units that 0.2.0 started are current.
@@ -92,6 +93,11 @@ class RunSpecification(Order):
     endpoints: Annotated[list[Endpoint], Field(min_length=1)]
     model: Text
     """Name that clients use."""
+    answer: Answer
+    quiet: Parameters
+    """Parameters that keep a question short for a model that thinks: the watchdog's."""
+    sampling: Sampling
+    """Of `rigctl chat`."""
     tool_call_parser: str | None
     reasoning_parser: str | None
     api_key: bool

@@ -57,8 +57,12 @@ def show(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(shown, indent=2))
         return 0
+    several = sum(found["state"] == "active" for found in shown) > 1
     for found in shown:
         print(f"{found['state']:<12} {found['name']:<32} {found['status']}".rstrip())
+        if several and found["state"] == "active":
+            cards = f", GPUs {' '.join(map(str, found['gpus']))}" if found["gpus"] else ""
+            print(f"{'':<12} {'':<32} {found['model']} at {found['address']}{cards}")
         for remark in found["remarks"]:
             print(f"{'':<12} {'':<32} {remark}")
     if fallback:
@@ -132,6 +136,7 @@ def row(specification: Specification) -> dict[str, Any]:
         "digest": specification.digest,
         "address": specification.endpoint.address,
         "model": specification.model,
+        "gpus": specification.gpus,
         "api_key": specification.api_key,
         "accepted_at": ran_as.accepted_at if ran_as else None,
         "started": _json(ran_as),
@@ -230,11 +235,14 @@ def talk(arguments: argparse.Namespace) -> int:
     """Send one chat completion and print the answer. Raises RigctlError when nothing is active or it fails."""
     specification = as_running(named(arguments.configuration) if arguments.configuration else active())
     engine = engine_of(specification)
+    sampling: dict[str, Any] = {"temperature": None} | {str(key): one for key, one in specification.sampling.items()}
     try:
         before = engine.metrics().speculation if specification.speculation else None
         begun = time.monotonic()
         message = engine.chat(
-            [{"role": "user", "content": arguments.prompt}], max_tokens=arguments.max_tokens, temperature=None
+            [{"role": "user", "content": arguments.prompt}],
+            max_tokens=arguments.max_tokens,
+            **sampling,
         )["message"]
         seconds = time.monotonic() - begun
         after = engine.metrics().speculation if specification.speculation else None
@@ -278,8 +286,11 @@ def as_running(specification: Specification) -> Specification:
 
 
 def active() -> Specification:
-    """The configuration that serves. Raises RigctlError when none does."""
-    for specification in installed():
-        if properties(specification.unit, ["ActiveState"])["ActiveState"] == "active":
-            return specification
-    raise RigctlError("no configuration is active; start one with `systemctl start kimi-<configuration>`")
+    """The configuration that serves. Raises RigctlError when none does, or several."""
+    found = [one for one in installed() if properties(one.unit, ["ActiveState"])["ActiveState"] == "active"]
+    if not found:
+        raise RigctlError("no configuration is active; start one with `systemctl start kimi-<configuration>`")
+    if len(found) > 1:
+        listed = ", ".join(f"{one.name} ({one.endpoint.address}, {one.model})" for one in found)
+        raise RigctlError(f"several configurations are active: {listed}; name the one you mean")
+    return found[0]

@@ -76,7 +76,8 @@ class Watch:
     def _ask(self) -> str | None:
         begun, self.answered_seconds = self._clock(), None
         try:
-            choice = self._engine.chat(QUESTION, max_tokens=TOKENS, timeout=self._limits.watch_answer_seconds)
+            patience, quiet = self._limits.watch_answer_seconds, self._engine.specification.quiet
+            choice = self._engine.chat(QUESTION, max_tokens=TOKENS, timeout=patience, **quiet)
             message = choice["message"]
             texts = (reasoning_of(message), message.get("content") or "")
             bad = next(filter(None, (degenerate(text, self._limits) for text in texts)), None)
