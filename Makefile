@@ -20,7 +20,7 @@ override export REF := $(value REF)
 override export HOSTS := $(value HOSTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain pin reboot status uninstall bench tour diff check test test-drill test-kernel test-engines test-bench test-staging test-upgrade test-breaker release-add lock schemas format
+.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain pin reboot status uninstall bench tour diff check test test-drill test-kernel test-engines test-bench test-staging test-upgrade test-breaker add-model release-add lock schemas format
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -135,6 +135,9 @@ schemas: .venv/ready ## write docs/schemas/ from the contract
 
 format: .venv/ready ## format the code
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix .
+
+add-model: .venv/ready ## REPOSITORY=owner/name [CONFIG=file] [NAME=...] [RELEASE=...]: entries of a model from its config.json
+	@$(BIN)/python -m rig.maintain.add_model "$$REPOSITORY" $${CONFIG:+--config="$$CONFIG"} $${NAME:+--name="$$NAME"} $${RELEASE:+--release="$$RELEASE"}
 
 release-add: .venv/ready ## ENGINE=vllm VERSION=x: lock a release, ask it, compare it with the newest, write its block
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m rig.maintain.release_add "$$ENGINE" "$$VERSION"

@@ -2,7 +2,7 @@
 
 from pyinfra.api import deploy
 
-from rig.artifacts.engine_inputs import command_lines, engine_files, variables
+from rig.artifacts.engine_inputs import command_lines, engine_files, features, variables
 from rig.operations.engine_environments import accepted, environment, undrifted
 from rig.operations.files import File, present
 from rig.plan.current import current_plan
@@ -20,6 +20,7 @@ def engines(plan: HostPlan) -> None:
         accepted(
             name=f"Ask {name} for its features and command lines",
             env=env,
+            features=features(plan, name),
             argvs=command_lines(plan, name),
             variables=variables(plan, name),
         )

@@ -1,8 +1,9 @@
 """What engine environments are made from, and what each installed engine is asked before a unit is written. Pure."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rig.catalog.entries import ROOT
+from rig.catalog.entries import ROOT, Checkpoint, Configuration
 from rig.plan.command_lines import command_line
 from rig.plan.host_plan import Environment, HostPlan
 from rigctl.contract import environment_build as contract
@@ -24,6 +25,28 @@ def command_lines(plan: HostPlan, release: str) -> list[list[str]]:
     mine = [entry for entry in plan.serving.values() if entry.release == release]
     drain = plan.data.supervision.drain_seconds
     return [command_line(entry, env.release, plan.locations(entry), drain) for entry in mine]
+
+
+def features(plan: HostPlan, release: str) -> list[str]:
+    """What a release must have for its configurations, as `rigctl probe --require` takes it."""
+    mine = [entry for entry in plan.serving.values() if entry.release == release]
+    return sorted({*plan.environments[release].release.features, *needed(mine, plan.checkpoints)})
+
+
+def needed(entries: Iterable[Configuration], checkpoints: Mapping[str, Checkpoint]) -> set[str]:
+    """Features that these need: their targets' architectures, those as EAGLE-3 targets, and their parsers."""
+    found = set[str]()
+    for entry in entries:
+        name = checkpoints[entry.target].architecture
+        eagle3 = entry.speculation is not None and entry.speculation.method == "eagle3"
+        wanted = {
+            "architecture": name,
+            "eagle3_interface": name if eagle3 else None,
+            "tool_parser": None if "tool-parser-plugin" in entry.flags else entry.tool_call_parser,
+            "reasoning_parser": None if "reasoning-parser-plugin" in entry.flags else entry.reasoning_parser,
+        }
+        found |= {f"{feature}:{of}" for feature, of in wanted.items() if of is not None}
+    return found
 
 
 def variables(plan: HostPlan, release: str) -> dict[str, list[str]]:

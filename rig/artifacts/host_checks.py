@@ -2,8 +2,7 @@
 
 from functools import partial
 
-from rig.artifacts.checkpoint_orders import expected_bytes
-from rig.artifacts.disk import disk
+from rig.artifacts.checkpoint_orders import expected_bytes, unpinned
 from rig.artifacts.units import engine_environment
 from rig.host.live_settings import reboot_needed, reboot_recommended
 from rig.host.memory_fit import MIB, Fit, configuration_fit
@@ -39,8 +38,45 @@ def findings(plan: HostPlan) -> list[Finding]:
         may_reboot=plan.data.reboot == "yes",
         driver_upgrade=plan.data.driver_upgrade,
         accept_known_bad=frozenset(plan.data.accept_known_bad),
+        models=_models(plan),
+        unproved={
+            name: (entry.unproved, [used for used in entry.used if unpinned(plan.checkpoints[used])])
+            for name, entry in plan.serving.items()
+            if entry.unproved is not None
+        },
     )
     return preflight(plan.facts, plan.decision, needs)
+
+
+def _models(plan: HostPlan) -> dict[str, frozenset[str]]:
+    found: dict[str, set[str]] = {}
+    for entry in plan.serving.values():
+        family = plan.checkpoints[entry.target].family
+        found.setdefault(entry.release, set()).update(entry.used, [family] if family else [])
+    return {release: frozenset(names) for release, names in found.items()}
+
+
+def space(plan: HostPlan) -> dict[str, int]:
+    """Bytes that a deploy has yet to write, by the path whose free space was read; nothing where none was."""
+    if not plan.facts.paths:
+        return {}
+    asked = [path for path in plan.facts.paths if path not in ("/", SHM)]
+    needed: dict[str, int] = {}
+    for path, size in _yet_to_write(plan):
+        below = max((place for place in asked if f"{path}/".startswith(f"{place}/")), key=len, default=path)
+        needed[below] = needed.get(below, 0) + size
+    return needed
+
+
+def _yet_to_write(plan: HostPlan) -> Iterator[tuple[str, int]]:
+    for name, entry in plan.checkpoints.items():
+        path = plan.checkpoint_paths[name]
+        size = expected_bytes(name, entry)
+        if size is not None and path not in plan.facts.models:
+            yield path, max(0, size - plan.facts.partial.get(path, 0))
+    for environment in plan.environments.values():
+        if environment.path not in plan.facts.environments:
+            yield environment.path, ENVIRONMENT_BYTES[environment.release.accelerator]
 
 
 def fits(plan: HostPlan) -> tuple[tuple[Fit, ...], dict[str, str]]:

@@ -273,6 +273,8 @@ class Configuration(Entry):
     secrets: dict[Variable, Text] = {}
     """Variable -> file of the machine that deploys, which only its owner reads: the engine gets its one line."""
     accept: Accept = Accept()
+    unproved: Text | None = None
+    """Why it has not been tried. A host gets it by name alone; a deploy refuses it until its checkpoints are pinned."""
 
     @property
     def fraction(self) -> float | None:
@@ -314,6 +316,8 @@ class Parsers(Entry):
 class Family(Entry):
     """What models of one family have in common, whichever engine or host serves them. A serving entry wins."""
 
+    architectures: list[Text] = []
+    """Of config.json: by these `make add-model` knows the family."""
     parsers: dict[EngineName, Parsers] = {}
     """By engine: the names differ."""
     answer: Answer = Answer()
@@ -337,6 +341,8 @@ class Checkpoint(Entry):
     source: Source
     family: Text | None = None
     """Targets only: an entry of families.yaml."""
+    architecture: Text | None = None
+    """Targets only: what its config.json says, for what is asked of an engine before it is on the host."""
     title: Text | None = None
     """Targets only: what people call it; the repository's name when unset."""
     digests: dict[Text, Sha256] = {}
@@ -369,8 +375,8 @@ class Checkpoint(Entry):
         drafters = self.training != Training() or self.provenance != Provenance() or self.method
         if self.role == "target" and drafters:
             raise ValueError("training, provenance and method belong to drafters")
-        if self.role == "drafter" and (self.heads != Heads() or self.family or self.title):
-            raise ValueError("heads, family and title belong to targets")
+        if self.role == "drafter" and (self.heads != Heads() or self.family or self.title or self.architecture):
+            raise ValueError("heads, family, title and architecture belong to targets")
         if self.method not in (None, *WITH_DRAFTER):
             raise ValueError(f"{self.method} has no drafter; a drafter's method is one of {', '.join(WITH_DRAFTER)}")
         return self
@@ -381,8 +387,11 @@ class KnownBad(Entry):
 
     what: Text
     thread: Text
+    models: list[Text] = []
+    """Checkpoints or families of which alone this is so; a host that serves none of them is not concerned."""
     refuse: bool = False
-    """A deploy refuses the release unless the host's accept_known_bad names it; else this is for the reader."""
+    """A deploy refuses the release unless the host's accept_known_bad names it. Else a deploy reports it where `models`
+    says of what, and without them it is for the reader."""
 
 
 class Toolchain(Entry):
@@ -418,7 +427,7 @@ class Release(Entry):
     accelerator: Literal["cuda", "cpu"] = "cuda"
     patches: Annotated[str, StringConstraints(pattern=r"^files/patches(/\w[\w.-]*)+$")] | None = None
     features: list[Text] = []
-    """Features its configurations need, asked of the installed code (rigctl probe)."""
+    """Features to ask of the installed code (rigctl probe) beyond what its configurations need."""
     index: Index | None = None
     kernel: Kernel | None = None
     """Its kernel library, where that is a package of its own (docs/reference/kernel.md)."""

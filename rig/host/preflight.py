@@ -1,7 +1,7 @@
 """Everything that could fail later, found before anything long begins, and all of it at once. Pure."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -85,6 +85,10 @@ class Needs:
     """The host stage may replace the driver, so one that is too old is no error."""
     accept_known_bad: frozenset[str] = frozenset()
     """Releases that the host's data takes although they are known to be bad."""
+    models: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Release -> checkpoints and families that it serves."""
+    unproved: Mapping[str, tuple[str, Sequence[str]]] = field(default_factory=dict)
+    """Configuration -> why it is unproved, and those of its checkpoints that are not pinned."""
 
     def releases_on(self, accelerator: str) -> dict[str, Release]:
         """The releases in use for an accelerator."""
@@ -388,9 +392,26 @@ def _system(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
         yield _note("kernel-old", f"kernel {facts.kernel} shows xGMI links of EPYC Turin as unknown; 6.17 does not")
 
 
+def _unproved(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
+    for name, (why, unpinned) in needs.unproved.items():
+        message = f"{name} is unproved: {why}"
+        if unpinned:
+            pins = ", ".join(f"`make pin CHECKPOINT={one}`" for one in unpinned)
+            yield _error("unproved", message, f"{pins}, then read its entries over")
+        else:
+            yield _warning("unproved", message, "take `unproved` out of its entry once it was accepted here")
+
+
 def _known_bad(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Finding]:
     for name, release in (needs.releases_on("cuda") | needs.releases_on("cpu")).items():
-        for bad in (one for one in release.known_bad if one.refuse):
+        served = needs.models.get(name, frozenset())
+        concerned = [one for one in release.known_bad if not one.models or served.intersection(one.models)]
+        for bad in (one for one in concerned if one.models and not one.refuse):
+            of = ", ".join(sorted(served.intersection(bad.models)))
+            yield _warning(
+                "known-trap", f"{name} with {of}: {bad.what} ({bad.thread})", "measure and ask before you rely on it"
+            )
+        for bad in (one for one in concerned if one.refuse):
             message = f"release {name} is known to be bad: {bad.what} ({bad.thread})"
             if name in needs.accept_known_bad:
                 yield _warning("known-bad", message, "it is taken because the host's accept_known_bad names it")
@@ -588,6 +609,7 @@ CHECKS = (
     _space,
     _system,
     _known_bad,
+    _unproved,
     _rivals,
     _settings,
     _nccl,

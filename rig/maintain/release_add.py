@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from rig.artifacts.engine_inputs import needed
 from rig.catalog.entries import (
     ROOT,
     Configuration,
@@ -208,9 +209,11 @@ def installed(lock: Path, python: str, release: Mapping[str, Any], scratch: Path
     return path
 
 
-def ask(path: Path, engine: str, commands: Sequence[Sequence[str]] = ()) -> dict[str, Any]:
+def ask(
+    path: Path, engine: str, commands: Sequence[Sequence[str]] = (), features: Sequence[str] = ()
+) -> dict[str, Any]:
     """Everything an installed engine can be asked without a GPU."""
-    answer = probes.ask(path, engine, commands, options=True)
+    answer = probes.ask(path, engine, commands, features=features, options=True)
     answer["metrics"] = probes.metric_names(site_packages(path), engine)
     answer["registry"] = vars(engine_registry.read(path, engine))
     return answer
@@ -245,9 +248,10 @@ def add(package: str, version: str, cache: Path | None) -> int:
         entries = configurations_like(like)
         at = Locations("/env/bin/python", "/models/target", "/models/drafter")
         commands = [command_line(entry, release, at, drain_seconds=60) for entry in entries.values()]
+        features = sorted(needed(entries.values(), load_catalog().checkpoints))
         with _scratch(cache) as (scratch, kept):
             path = installed(LOCKS / chosen.file_name, chosen.python, yaml.safe_load(new)[name], scratch, kept)
-            answer = ask(path, release.engine, commands)
+            answer = ask(path, release.engine, commands, features)
         FACTS.mkdir(exist_ok=True)
         (FACTS / f"{name}.json").write_text(Facts.of(answer).text())
     refused = list(report(name, like, answer, entries, release))
@@ -260,7 +264,7 @@ def report(
     name: str, like: str, answer: Mapping[str, Any], entries: Mapping[str, Configuration], release: Release
 ) -> Iterator[str]:
     """Print what the release says; yields what is refused."""
-    for feature in release.features:
+    for feature in sorted({*release.features, *needed(entries.values(), load_catalog().checkpoints)}):
         verdict = answer["features"][feature]
         print(f"feature {feature}: {'yes' if verdict['ok'] else 'NO: ' + verdict['detail']}")
         if not verdict["ok"]:

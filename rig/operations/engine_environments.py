@@ -90,25 +90,30 @@ def _drift_check(env: Environment) -> str:
 
 
 @operation()
-def accepted(env: Environment, argvs: Sequence[Sequence[str]], variables: Mapping[str, Sequence[str]]) -> Commands:
-    """The installed engine has the release's features, and its own parser takes every command line of ours.
+def accepted(
+    env: Environment,
+    features: Sequence[str],
+    argvs: Sequence[Sequence[str]],
+    variables: Mapping[str, Sequence[str]],
+) -> Commands:
+    """The installed engine has the features that are needed of it, and its own parser takes every command line of ours.
 
     Asked once for an environment, its command lines and variables; a refusal fails the deploy with the engine's words
     before a unit is written. variables: engine variable -> configurations that set it; one that no file of the engine
     mentions is reported at every deploy.
     """
-    digest = canonical_digest([env.path, env.release.features, argvs, sorted(variables)])[:16]
+    digest = canonical_digest([env.path, list(features), argvs, sorted(variables)])[:16]
     proof = f"{layout.PROOFS}/{env.name}-{digest}"
     answer = host.get_fact(JsonFile, path=proof)
     if isinstance(answer, dict):
         _tell_unread(env, answer, variables)
         host.noop(f"{env.name} takes all {len(argvs)} command lines")
         return
-    note(f"{env.name} is asked for {len(env.release.features)} features and {len(argvs)} command lines")
+    note(f"{env.name} is asked for {len(features)} features and {len(argvs)} command lines")
     probe = [layout.RIGCTL, "probe", "--env", env.path, "--engine", env.release.engine]
     probe += [f"--argv={json.dumps(list(argv))}" for argv in argvs]
     probe += [f"--variable={name}" for name in variables]
-    probe += [f"--require={feature}" for feature in env.release.features]
+    probe += [f"--require={feature}" for feature in features]
     yield script(
         f"mkdir -p {layout.PROOFS}",
         f"timeout -k 10 300 {shlex.join(probe)} > {proof}.new",

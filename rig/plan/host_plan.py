@@ -398,7 +398,8 @@ def _host_data(data: Mapping[str, Any]) -> HostData:
 
 
 def _chosen(host: HostData, catalog: Catalog) -> dict[str, Configuration]:
-    names = list(catalog.serving) if host.configurations is None else host.configurations
+    tried = [name for name, entry in catalog.serving.items() if entry.unproved is None]
+    names = tried if host.configurations is None else host.configurations
     unknown = [name for name in names if name not in catalog.serving]
     for boot in host.at_boot:
         if boot not in names:

@@ -38,8 +38,8 @@ def entries(inventory: Path) -> dict[str, dict[str, Any]]:
 
 
 def heads(inventory: Path) -> list[str]:
-    """The entries that others extend, or that stand alone."""
-    return [name for name, entry in entries(inventory).items() if "extends" not in entry]
+    """The entries that others extend, or that stand alone, of those that a host gets unasked."""
+    return [name for name, entry in entries(inventory).items() if not {"extends", "unproved"} & entry.keys()]
 
 
 def add_a_configuration(inventory: Path) -> Path:

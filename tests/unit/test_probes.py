@@ -37,6 +37,9 @@ TYPES = [types.uint4]
 class KimiK25ForConditionalGeneration:
     def set_eagle3_layers_to_capture(self): os.environ["SGLANG_READ_HERE"]
     def get_embed_and_head(self): ...
+EntryClass = [
+    KimiK25ForConditionalGeneration,
+]
 """,
     "sgl_kernel/__init__.py": "raise ImportError('libcuda.so.1: cannot open shared object file')\n",
 }
@@ -68,6 +71,17 @@ def test_features_of_an_engine(env: Path) -> None:
     assert "lacks set_embed_and_head (imported with a stand-in" in verdicts["eagle3_interface"]["detail"]
     assert "rigctl-builder-" in verdicts["tool_parser"]["detail"], "the engine saw a real home directory"
     assert not list(env.rglob("__pycache__")), "the probe wrote into the environment"
+
+
+def test_features_with_an_argument(env: Path) -> None:
+    asked = ["tool_parser:kimi_k2", "tool_parser:glm47", "architecture:KimiK25ForConditionalGeneration"]
+    asked += ["architecture:Nope", "eagle3_interface:KimiK25ForConditionalGeneration"]
+    verdicts = probes.ask(env, "sglang", features=asked)["features"]
+    assert {name: verdicts[name]["ok"] for name in asked} == dict(
+        zip(asked, [True, False, True, False, False], strict=True)
+    )
+    assert verdicts["architecture:Nope"]["detail"] == "RefusedError: no module registers Nope"
+    assert verdicts["architecture:KimiK25ForConditionalGeneration"]["detail"] == "sglang.srt.models.kimi_k25"
 
 
 def test_command_lines(env: Path) -> None:

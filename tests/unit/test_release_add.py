@@ -98,10 +98,12 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         target.write_text(LOCK)
         return target
 
-    def ask(path: Path, engine: str, commands: Sequence[Sequence[str]] = ()) -> dict[str, Any]:
+    def ask(
+        path: Path, engine: str, commands: Sequence[Sequence[str]] = (), features_: Sequence[str] = ()
+    ) -> dict[str, Any]:
         verdicts = [{"argv": list(argv), "ok": "--speculative-config" not in argv, "detail": "no"} for argv in commands]
         names = ("eagle3_interface", "eagle3_admitted", "tool_parser", "reasoning_parser")
-        features: Mapping[str, Any] = {name: {"ok": True, "detail": ""} for name in names}
+        features: Mapping[str, Any] = {name: {"ok": True, "detail": ""} for name in (*names, *features_)}
         facts = {"options": dict(NEW.options), "metrics": list(NEW.metrics), "registry": dict(NEW.registry)}
         return {**facts, "commands": verdicts, "features": features}
 

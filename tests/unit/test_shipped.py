@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 
+from rig.artifacts.checkpoint_orders import unpinned
+from rig.artifacts.host_checks import findings
+from rig.artifacts.units import unit_files
 from rig.bench.sweeps import load_sweeps
-from rig.catalog.entries import check_all, load_catalog, overlays
-from rig.plan.host_plan import refuse_unknown
+from rig.catalog.entries import INVENTORY_VARIABLE, check_all, load_catalog, overlays
+from rig.plan.host_plan import plan_from_facts, refuse_unknown
 from rigctl.contract.limits import Limits
 from tests.support.plans import SHIPPED
+from tests.unit.host_archetypes import TURIN_DIRECT
 
 
 def group_data(name: str) -> dict[str, Any]:
@@ -42,3 +46,30 @@ def test_a_host_data_file_names_what_its_overlay_has() -> None:
         overlay = data.get("catalogue_overlay")
         assert overlay in overlays(SHIPPED)
         assert set(data.get("configurations") or ()) <= load_catalog(overlay, SHIPPED).serving.keys()
+
+
+UNPROVED = [name for name, entry in load_catalog(None, SHIPPED).serving.items() if entry.unproved]
+
+
+@pytest.mark.parametrize("name", UNPROVED)
+def test_what_is_unproved_is_planned_by_name_alone_and_refused_until_it_is_pinned(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(INVENTORY_VARIABLE, str(SHIPPED))
+    assert name not in plan_from_facts(group_data("all"), TURIN_DIRECT).serving
+    plan = plan_from_facts(group_data("all") | {"configurations": [name]}, TURIN_DIRECT)
+    assert unit_files(plan)
+    [found] = [one for one in findings(plan) if one.code == "unproved"]
+    pinned = not any(unpinned(entry) for entry in plan.checkpoints.values())
+    assert found.severity == ("warning" if pinned else "error")
+
+
+def test_models_beside_each_other_start_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one card or two have a port each."""
+    monkeypatch.setenv(INVENTORY_VARIABLE, str(SHIPPED))
+    serving = load_catalog(None, SHIPPED).serving
+    small = {name: serving[name] for name in UNPROVED if len(serving[name].gpus) < 8}
+    assert len({entry.listen.port for entry in small.values()}) == len({entry.target for entry in small.values()})
+    alone = {entry.gpus[0]: name for name, entry in small.items() if len(entry.gpus) == 1}
+    named = {"configurations": [*alone.values()], "enable_at_boot": [*alone.values()]}
+    assert len(plan_from_facts(group_data("all") | named, TURIN_DIRECT).data.at_boot) == len(alone) > 1

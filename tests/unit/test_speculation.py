@@ -148,7 +148,7 @@ WRONG = [
     (
         "  method: dflash\n",
         "  method: dflash\n  heads: {mtp: {}}\n",
-        "block-drafter: heads, family and title belong to targets",
+        "block-drafter: heads, family, title and architecture belong to targets",
     ),
     ("steps: 5}}", "steps: 50}}", "checkpoints.glm.heads.mtp.steps: Input should be less than or equal to 16"),
 ]

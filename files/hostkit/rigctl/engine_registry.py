@@ -6,6 +6,7 @@ vLLM 0.16.0, 0.17.1, 0.26.0, 0.32.0 and 0.33.0 and in SGLang 0.5.9, 0.5.16 and 0
 
 import ast
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,9 @@ def _text(path: Path) -> str:
 def _assigned(text: str, path: Path) -> dict[str, ast.expr]:
     """Names that a module or one of its classes assigns, and what."""
     try:
-        nodes = ast.parse(text).body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in somebody else's strings
+            nodes = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise RigctlError(f"{path} cannot be parsed: {error}") from None
     nodes += [inner for node in nodes if isinstance(node, ast.ClassDef) for inner in node.body]

@@ -1,8 +1,9 @@
 """Questions put to an engine inside its own interpreter: `python -I -B probe_script.py`.
 
 Standard library and the engine only. The request is JSON on standard input: engine ("vllm" or "sglang"),
-commands (whole command lines of the engine) and options (true: list every flag with its default). Only the answer comes
-on standard output: what the engine itself prints goes to standard error. No GPU is needed or used.
+commands (whole command lines of the engine), features (further ones, with an argument, such as tool_parser:kimi_k2) and
+options (true: list every flag with its default). Only the answer comes on standard output: what the engine itself
+prints goes to standard error. No GPU is needed or used.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import importlib.machinery
 import io
 import json
 import os
+import re
 import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import MagicMock
@@ -99,10 +102,16 @@ def verdict(question: Callable[[], object]) -> Verdict:
 # vLLM
 
 
-def vllm_eagle3_interface() -> bool:
-    """Does vLLM itself say that the Kimi-K2.5 class can be an EAGLE-3 target?"""
-    model_class = getattr(module("vllm.model_executor.models.kimi_k25"), TARGET)
-    return bool(module("vllm.model_executor.models.interfaces").supports_eagle3(model_class))
+def vllm_architecture(architecture: str) -> tuple[str, str]:
+    """Module and class that vLLM registers for an architecture."""
+    place, name = module("vllm.model_executor.models.registry")._VLLM_MODELS[architecture][:2]
+    return place if place.startswith("vllm.") else f"vllm.model_executor.models.{place}", name
+
+
+def vllm_eagle3_interface(architecture: str = TARGET) -> bool:
+    """Does vLLM itself say that the class can be an EAGLE-3 target?"""
+    place, name = vllm_architecture(architecture)
+    return bool(module("vllm.model_executor.models.interfaces").supports_eagle3(getattr(module(place), name)))
 
 
 def vllm_eagle3_admitted() -> str:
@@ -123,21 +132,21 @@ def vllm_eagle3_admitted() -> str:
     return f"admits {target.hf_text_config.model_type}"
 
 
-def vllm_tool_parser(name: str) -> object:
+def vllm_tool_parser(name: str = "kimi_k2") -> object:
     return module("vllm.tool_parsers").ToolParserManager.get_tool_parser(name)
 
 
-def vllm_reasoning_parser(name: str) -> object:
+def vllm_reasoning_parser(name: str = "kimi_k2") -> object:
     return module("vllm.reasoning").ReasoningParserManager.get_reasoning_parser(name)
 
 
-def vllm_features() -> dict[str, Callable[[], object]]:
-    return {
-        "eagle3_interface": vllm_eagle3_interface,
-        "eagle3_admitted": vllm_eagle3_admitted,
-        "tool_parser": lambda: vllm_tool_parser("kimi_k2"),
-        "reasoning_parser": lambda: vllm_reasoning_parser("kimi_k2"),
-    }
+VLLM_FEATURES: dict[str, Callable[..., object]] = {
+    "architecture": vllm_architecture,
+    "eagle3_interface": vllm_eagle3_interface,
+    "eagle3_admitted": vllm_eagle3_admitted,
+    "tool_parser": vllm_tool_parser,
+    "reasoning_parser": vllm_reasoning_parser,
+}
 
 
 def vllm_words(literal: Any) -> list[str]:
@@ -201,25 +210,35 @@ class KernelStandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def sglang_model_class() -> tuple[type, str]:
-    """SGLang's Kimi-K2.5 class, and a note on how it was imported."""
-    name = "sglang.srt.models.kimi_k25"
+def sglang_module(architecture: str) -> str:
+    """Name of the module that registers an architecture, by its source: importing all takes minutes and may fail."""
+    folder = Path(module("sglang").__file__).parent / "srt" / "models"
+    word = re.compile(rf"^EntryClass\b[^=\n]*=[^\n]*(\[[^\]]*)?\b{re.escape(architecture)}\b", re.MULTILINE)
+    for path in sorted(folder.rglob("*.py")):
+        if word.search(path.read_text(errors="replace")):
+            return ".".join(("sglang.srt.models", *path.relative_to(folder).with_suffix("").parts))
+    raise RefusedError(f"no module registers {architecture}")
+
+
+def sglang_model_class(architecture: str) -> tuple[type, str]:
+    """SGLang's class of an architecture, and a note on how it was imported."""
+    name = sglang_module(architecture)
     try:
-        return getattr(module(name), TARGET), "imported"
+        return getattr(module(name), architecture), "imported"
     except ImportError as error:
         if "libcuda" not in str(error):
             raise
     for loaded in [each for each in sys.modules if each.split(".")[0] in ("sgl_kernel", "sglang")]:
         del sys.modules[loaded]
     sys.meta_path.insert(0, KernelStandIn())
-    return getattr(module(name), TARGET), "imported with a stand-in for sgl_kernel: no driver here"
+    return getattr(module(name), architecture), "imported with a stand-in for sgl_kernel: no driver here"
 
 
-def sglang_eagle3_interface() -> str:
-    """Does the Kimi-K2.5 class have what the model runner and the draft worker call on an EAGLE-3 target?"""
-    model_class, note = sglang_model_class()
+def sglang_eagle3_interface(architecture: str = TARGET) -> str:
+    """Does the class have what the model runner and the draft worker call on an EAGLE-3 target?"""
+    model_class, note = sglang_model_class(architecture)
     if missing := [name for name in SGLANG_EAGLE3 if not callable(getattr(model_class, name, None))]:
-        raise RefusedError(f"{TARGET} lacks {', '.join(missing)} ({note})")
+        raise RefusedError(f"{architecture} lacks {', '.join(missing)} ({note})")
     return note
 
 
@@ -229,16 +248,24 @@ def sglang_eagle3_admitted() -> str:
     return f"admits {parsed.speculative_algorithm}"
 
 
-def sglang_features() -> dict[str, Callable[[], object]]:
-    tools = "sglang.srt.function_call.function_call_parser"
-    reasoning = "sglang.srt.parser.reasoning_parser"
-    return {
-        "eagle3_admitted": sglang_eagle3_admitted,
-        "tool_parser": lambda: module(tools).FunctionCallParser.ToolCallParserEnum["kimi_k2"],
-        "reasoning_parser": lambda: module(reasoning).ReasoningParser.DetectorMap["kimi_k2"],
-        # Last: it may have to import the engine again.
-        "eagle3_interface": sglang_eagle3_interface,
-    }
+def sglang_tool_parser(name: str = "kimi_k2") -> object:
+    return module("sglang.srt.function_call.function_call_parser").FunctionCallParser.ToolCallParserEnum[name]
+
+
+def sglang_reasoning_parser(name: str = "kimi_k2") -> object:
+    return module("sglang.srt.parser.reasoning_parser").ReasoningParser.DetectorMap[name]
+
+
+SGLANG_FEATURES: dict[str, Callable[..., object]] = {
+    "architecture": sglang_module,
+    "eagle3_admitted": sglang_eagle3_admitted,
+    "tool_parser": sglang_tool_parser,
+    "reasoning_parser": sglang_reasoning_parser,
+    # Last: it may have to import the engine again.
+    "eagle3_interface": sglang_eagle3_interface,
+}
+ALWAYS = ("eagle3_interface", "eagle3_admitted", "tool_parser", "reasoning_parser")
+"""Asked of every release, without an argument: of Kimi-K2.5."""
 
 
 def sglang_parser() -> argparse.ArgumentParser:
@@ -304,8 +331,13 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         result["commands"] = [parse_command(engine, argv) for argv in request["commands"]]
     if request.get("options"):
         result["options"] = dict(options_of(engine))
-    questions = vllm_features() if engine == "vllm" else sglang_features()
-    result["features"] = {name: verdict(question) for name, question in questions.items()}
+    table = VLLM_FEATURES if engine == "vllm" else SGLANG_FEATURES
+    further = sorted(feature for feature in request.get("features", ()) if ":" in feature)
+    result["features"] = {}
+    for name, question in table.items():
+        for feature in [*([name] if name in ALWAYS else []), *(one for one in further if one.startswith(f"{name}:"))]:
+            arguments = [feature.partition(":")[2]] if ":" in feature else []
+            result["features"][feature] = verdict(partial(question, *arguments))
     return result
 
 

@@ -56,10 +56,14 @@ def ask(
     engine: str,
     commands: Sequence[Sequence[str]] = (),
     *,
+    features: Sequence[str] = (),
     options: bool = False,
 ) -> dict[str, Any]:
-    """Put the questions of probe_script.py to the engine in `env`; `RigctlError` if it does not answer."""
-    request = {"engine": engine, "commands": commands, "options": options}
+    """Put the questions of probe_script.py to the engine in `env`; `RigctlError` if it does not answer.
+
+    features: those with an argument, such as tool_parser:kimi_k2, beside those that are always asked for.
+    """
+    request = {"engine": engine, "commands": commands, "features": list(features), "options": options}
     with builder.sandboxed(
         [interpreter(env), "-I", "-B", SCRIPT],
         unit=f"probe-{env.parent.name}-{env.name}-{os.getpid()}",
@@ -134,7 +138,7 @@ def json_strings(text: str) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the answer as JSON; `RigctlError` when a command line or a required feature is refused."""
-    result = ask(arguments.env, arguments.engine, arguments.argv)
+    result = ask(arguments.env, arguments.engine, arguments.argv, features=arguments.require)
     site = site_packages(arguments.env)
     result["unread_variables"] = unread_variables(site, arguments.engine, arguments.variable)
     print(json.dumps(result, indent=2))
