@@ -73,7 +73,11 @@ def derive(plan: HostPlan, sweep: SweepEntry, configurations: Sequence[str]) -> 
     )
     made = [f"{base}.{variant}" for base in configurations for variant in variants]
     for name in made:
-        drafter = serving[name].drafter
+        drafter, drafts = serving[name].drafter, serving[name].speculation
+        if drafts is not None and drafts.method == "mtp" and plan.checkpoints[serving[name].target].heads.mtp is None:
+            raise CatalogError(
+                f"variant {name}: {serving[name].target} names no head of its own (`heads`) to draft with"
+            )
         if drafter is not None and drafter not in derived.checkpoint_paths:
             raise CatalogError(
                 f"variant {name}: drafter {drafter} is not on this host; deploy a configuration that uses it first"

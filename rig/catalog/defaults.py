@@ -12,6 +12,9 @@ DRAFTERS_DRAFT: Method = "eagle3"
 Defaults = Mapping[str, Place]
 """Dotted key of an entry -> where its value stands."""
 
+NOBODY = Place("?", 0)
+"""Where nothing is written: kimi-rig's own choice, which is listed nowhere."""
+
 BY_ENGINE = {
     "tool_call_parser": ("parsers", "tool"),
     "reasoning_parser": ("parsers", "reasoning"),
@@ -36,7 +39,11 @@ def with_defaults(documents: Mapping[str, Document]) -> tuple[Document, dict[str
         result.data[name] = whole.data
         result.places |= {(name, *path): place for path, place in whole.places.items()}
         new = {path: place for path, place in whole.places.items() if path not in entry.places and path in under.places}
-        found[name] = {".".join(map(str, path)): place for path, place in new.items() if _plain(whole, path)}
+        found[name] = {
+            ".".join(map(str, path)): place
+            for path, place in new.items()
+            if _plain(whole, path) and place is not NOBODY
+        }
     return result, found
 
 
@@ -56,7 +63,7 @@ def _defaults(entry: Document, documents: Mapping[str, Document]) -> Iterator[tu
             yield (key,), value, family.place((key,))
     if model.data and "family" not in model.data:
         # As before there were families.
-        yield ("memory_fraction",), "host", model.place(())
+        yield ("memory_fraction",), "host", NOBODY
     if not isinstance(speculation, Mapping):
         return
     drafter = documents["checkpoints"].section(str(speculation.get("drafter")))

@@ -152,6 +152,25 @@ def test_wrong_variant_is_refused(plan: HostPlan) -> None:
         derive(plan, small(variants={"none": {"max_running_requests": 0}}), ["vllm-base"])
 
 
+def test_methods_are_variants_of_one_configuration(plan: HostPlan) -> None:
+    ngram = {"speculation": {"method": "ngram", "drafter": None, "steps": 5, "draft_tokens": 6}}
+    changes = {
+        "none": {"speculation": None},
+        "ngram": ngram,
+        "mtp": {"speculation": {"method": "mtp", "drafter": None}},
+    }
+    with pytest.raises(CatalogError, match=r"variant vllm-base\.mtp: kimi-k2\.5-int4 names no head of its own"):
+        derive(plan, small(variants=changes), ["vllm-base"])
+    del changes["mtp"]
+    derived = derive(plan, small(variants=changes), ["vllm-eagle3-custom", "sglang-eagle3-custom"])
+    found = {name: derived.plan.serving[name].speculation for name in derived.names}
+    assert found["vllm-eagle3-custom.none"] is None
+    facts = HostFacts(hardware="8x", driver=None, kernel="", receipt={}, models={})
+    served = served_as(derived, "sglang-eagle3-custom.ngram", "d", facts)
+    assert served.drafter == ledger.Drafter(name="ngram", method="ngram", steps=5, draft_tokens=6)
+    assert '"method": "ngram"' in unit_file(derived.plan, "vllm-eagle3-custom.ngram").replace("\\", "")
+
+
 def test_cell_becomes_a_ledger_entry(plan: HostPlan, tmp_path: Path) -> None:
     derived = derive(plan, small(), ["vllm-eagle3-aq-medai"])
     sweep = host_sweep(derived.plan, "x", small(), derived.names)
