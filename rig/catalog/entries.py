@@ -30,7 +30,6 @@ from pydantic import (
 )
 
 from rig.catalog.defaults import DRAFTERS_DRAFT, Defaults, with_defaults
-from rig.catalog.defaults import DRAFTERS_DRAFT, with_defaults
 from rig.catalog.kept_layers import Memory
 from rig.catalog.speculation_flags import FLAGS
 from rig.catalog.yaml_source import CatalogError, Document, load
