@@ -3,6 +3,7 @@
 from functools import partial
 
 from rig.artifacts.checkpoint_orders import expected_bytes, unpinned
+from rig.artifacts.disk import disk
 from rig.artifacts.units import engine_environment
 from rig.host.live_settings import reboot_needed, reboot_recommended
 from rig.host.memory_fit import MIB, Fit, configuration_fit
@@ -56,29 +57,6 @@ def _models(plan: HostPlan) -> dict[str, frozenset[str]]:
     return {release: frozenset(names) for release, names in found.items()}
 
 
-def space(plan: HostPlan) -> dict[str, int]:
-    """Bytes that a deploy has yet to write, by the path whose free space was read; nothing where none was."""
-    if not plan.facts.paths:
-        return {}
-    asked = [path for path in plan.facts.paths if path not in ("/", SHM)]
-    needed: dict[str, int] = {}
-    for path, size in _yet_to_write(plan):
-        below = max((place for place in asked if f"{path}/".startswith(f"{place}/")), key=len, default=path)
-        needed[below] = needed.get(below, 0) + size
-    return needed
-
-
-def _yet_to_write(plan: HostPlan) -> Iterator[tuple[str, int]]:
-    for name, entry in plan.checkpoints.items():
-        path = plan.checkpoint_paths[name]
-        size = expected_bytes(name, entry)
-        if size is not None and path not in plan.facts.models:
-            yield path, max(0, size - plan.facts.partial.get(path, 0))
-    for environment in plan.environments.values():
-        if environment.path not in plan.facts.environments:
-            yield environment.path, ENVIRONMENT_BYTES[environment.release.accelerator]
-
-
 def fits(plan: HostPlan) -> tuple[tuple[Fit, ...], dict[str, str]]:
     """The memory account of each configuration, and those without one: name -> what is missing.
 
@@ -92,9 +70,7 @@ def fits(plan: HostPlan) -> tuple[tuple[Fit, ...], dict[str, str]]:
         if not (entry.gpus and memory):
             continue
         if not entry.fraction:
-            unknown[name] = (
-                "its share of a card's memory is not decided: neither its entry nor its family names a memory_fraction"
-            )
+            unknown[name] = "its share of a card's memory is not decided: its entry names no memory_fraction"
             continue
         engine = plan.environments[entry.release].release.engine
         account = partial(configuration_fit, name, entry, engine, int(entry.fraction * memory * MIB))
