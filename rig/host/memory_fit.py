@@ -51,7 +51,7 @@ class Fit:
     """Bytes of a block that holds one request's states in vLLM, which wants as many of them as it may run requests."""
     running: int = 0
     estimated: bool = False
-    """The reserve is another model's."""
+    """The reserve is another model's: neither entry nor family says what this one leaves."""
 
     @property
     def for_cache(self) -> int:
@@ -118,12 +118,12 @@ def configuration_fit(
         strict=engine == "vllm",
         block=_block(kept) if engine == "vllm" else 0,
         running=configuration.max_running_requests or RUNNING,
-        estimated=not target.latent or target.number("index_topk") > 0,
+        estimated=configuration.memory_reserve is None,
     )
 
 
 def _share(configuration: Configuration, engine: str) -> Share:
-    flags, ranks = configuration.flags, configuration.tensor_parallel
+    flags, ranks, speculation = configuration.flags, configuration.tensor_parallel, configuration.speculation
     kind = str(flags.get("kv-cache-dtype", "auto"))
     if kind not in CACHE_TYPES:
         raise Unaccounted(f"the size of a cache of --kv-cache-dtype {kind} is not known")
@@ -147,7 +147,8 @@ def _share(configuration: Configuration, engine: str) -> Share:
         all_indexed=engine == "sglang",
         windows=engine == "vllm",
         in_flight=BATCHES * _whole(flags, "max-num-batched-tokens", default=BATCHED),
-        steps=configuration.speculation.steps if configuration.speculation else 0,
+        heads=speculation is not None and speculation.method == "mtp",
+        steps=speculation.steps if speculation else 0,
         states=2 if engine == "vllm" and prefixes else 1,
         state_bytes={"float32": 4, "bfloat16": 2, "float16": 2}.get(state, 4 if engine == "sglang" else None),
     )

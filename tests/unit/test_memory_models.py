@@ -244,6 +244,14 @@ def test_a_head_that_config_json_promises_takes_no_cache_unless_it_drafts() -> N
     assert [one.count for one in model("minimax-m2.7").layers(Share())] == [62]
     assert [one.count for one in model("minimax-m2.7").layers(Share(heads=True))] == [65]
     assert [one.count for one in model(QWEN).layers(Share(heads=True))] == [17, 48]
+    drafting, copying = (fit(QWEN, 1, speculation=Speculation(method=one, steps=3)) for one in ("mtp", "ngram"))
+    assert drafting.request - copying.request == 2048 * 262_144
+
+
+def test_what_a_family_leaves_for_activations_is_no_estimate() -> None:
+    assert fit("deepseek-v4-flash", 2).refused is False
+    assert fit("deepseek-v4-flash", 2, memory_reserve=8_000_000_000).refused
+    assert fit("deepseek-v4-flash", 2, memory_reserve=900_000_000).starts
 
 
 def test_layers_with_a_state_hold_no_cache() -> None:
