@@ -26,6 +26,20 @@ is kept as the whole text would be, which is never too little."""
 OWN_CACHES = ("compress_ratios", "sparse_attention_config", "linear_attn_config")
 """Keys of models whose caches are of a kind of their own (DeepSeek-V4, MiniMax-M3, Kimi-Linear)."""
 STATES = ("linear_num_value_heads", "mamba_num_heads", "mamba_n_heads", "ssm_state_size", "mamba_d_state")
+NUMBERS = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"),
+    *("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "index_topk", "index_head_dim", "index_n_heads"),
+    *("index_topk_freq", "index_skip_topk_offset", "n_routed_experts", "num_experts", "num_local_experts"),
+    *("moe_intermediate_size", "intermediate_size", "first_k_dense_replace", "vocab_size", "max_position_embeddings"),
+    *("sliding_window", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "mamba_num_heads", "mamba_head_dim"),
+    *("ssm_state_size", "n_groups", "conv_kernel", *NEXT_LAYERS),
+)
+WORDS = (
+    *("layer_types", "layers_block_type", "hybrid_override_pattern", "index_topk_pattern", "indexer_types"),
+    *("expert_dtype", "mamba_ssm_dtype", "mamba_ssm_cache_dtype"),
+)
+"""What an entry's `shape` has before config.json is there (make add-model)."""
 INDEXER_BLOCK = 128
 """Elements of an FP8 index that share a scale of four bytes (vLLM 0.33.0, deepseek_v2.py)."""
 NVFP4_BLOCK = 16

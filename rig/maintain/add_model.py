@@ -25,6 +25,7 @@ from rig.catalog.entries import (
 )
 from rig.cli.arguments import Options, parse
 from rig.cli.converge import ended
+from rig.host.model_memory import NUMBERS, OWN_CACHES, WORDS
 from rig.maintain.release_add import all_or_nothing
 from rigctl import engine_registry
 from rigctl.checkpoints.hub import client as hub_client
@@ -39,19 +40,6 @@ OPTIONS: Options = {
     "--release": {"help": "that serves it; default: the newest vLLM that knows its architecture"},
     "--env": {"type": Path, "help": "the release's environment, whose registry is asked instead of the record"},
 }
-SHAPE = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "n_routed_experts",
-    "max_position_embeddings",
-)
-"""Keys of config.json that the memory account reads (rig/host/memory_fit.py)."""
 HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Keys by which families say how many layers of an MTP head they have (rigctl/checkpoints/fit.py)."""
 CARD_BYTES = 0.8 * 97_887 * 2**20
@@ -70,7 +58,7 @@ class Model:
     """What a config.json says, as far as an entry needs it."""
 
     architecture: str
-    shape: dict[str, int]
+    shape: dict[str, Any]
     head_layers: int = 0
     remote_code: bool = False
     quantization: str | None = None
@@ -91,20 +79,32 @@ def read_config(text: str | bytes, where: str) -> Model:
         raise AddFailed(f"{where}: it names no architecture (`architectures: [...]`): not a model's config.json")
     inner = content.get("text_config")
     language = {**content, **(inner if isinstance(inner, Mapping) else {})}
-    numbers = {key: value for key in (*SHAPE, *HEADS) if type(value := language.get(key)) is int and 0 < value < 2**40}
+    numbers = {
+        key: value for key in (*NUMBERS, *HEADS) if type(value := language.get(key)) is int and 0 < value < 2**40
+    }
     quantization = content.get("quantization_config", language.get("quantization_config"))
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     model = Model(
         architecture=names[0],
-        shape={key: numbers[key] for key in SHAPE if key in numbers},
+        shape={key: numbers[key] for key in NUMBERS if key in numbers}
+        | {key: value for key in WORDS if (value := _words(language.get(key))) is not None},
         head_layers=next((numbers[key] for key in HEADS if key in numbers), 0),
         remote_code=isinstance(content.get("auto_map"), Mapping),
         quantization=method if isinstance(method, str) else None,
     )
+    for key in (key for key in OWN_CACHES if language.get(key)):
+        model.shape[key] = True
+        model.unknown.append(f"memory: {key} means caches of a kind of its own (docs/reference/memory.md)")
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
         if key not in model.shape:
             model.unknown.append(f"{key}: the config has none, so the memory account is not complete (`shape`)")
     return model
+
+
+def _words(value: Any) -> str | list[str] | None:
+    """A text or a list of texts: kinds of layers, types of numbers."""
+    listed = isinstance(value, list) and all(isinstance(one, str) for one in value)
+    return value if isinstance(value, str) or listed else None
 
 
 def from_hub(repository: str) -> Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rig.catalog.entries import Configuration, Speculation
+from rig.catalog.entries import Checkpoint, Configuration, Speculation
 from rig.catalog.kept_layers import Memory
 from rig.host.memory_fit import MIB, Fit, configuration_fit
 from rig.host.model_memory import Model, Share, Unaccounted
+from rig.maintain.add_model import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 NINE: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "tests/fixtures/models/nine.yaml").read_text())
@@ -416,6 +418,20 @@ def test_weights_of_no_known_size_are_reported() -> None:
 def test_an_entry_says_one_kind_of_layers(layers: dict[str, Any], why: str) -> None:
     with pytest.raises(ValidationError, match=why):
         Memory.model_validate({"cache": [{"source": "a thread", **layers}]})
+
+
+@pytest.mark.parametrize("name", NINE)
+def test_the_shape_that_make_add_model_writes_comes_to_the_same_account(name: str) -> None:
+    said = model(name)
+    config = {"architectures": ["Any"], **said.config}
+    shape = read_config(json.dumps(config), "config.json").shape
+    Checkpoint.model_validate({"role": "target", "path": "/x", "source": {"kind": "directory"}, "shape": shape})
+    alone, written = (Model(one, said.total) for one in (said.config, shape))
+    if said.cache:
+        with pytest.raises(Unaccounted, match="means caches"):
+            fit(name, 8, of=written)
+    else:
+        assert fit(name, 8, of=written) == fit(name, 8, of=alone)
 
 
 JSON = st.recursive(
