@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from rig.catalog.entries import ROOT
 from rigctl.contract import layout
@@ -57,6 +58,14 @@ try:
 except urllib.error.HTTPError as error:
     print(error.code)
 """
+
+
+EDGE_PORT = PORT + 443
+
+
+def option_words(option: tuple[str, ...]) -> list[str]:
+    """pyinfra's own options, of those that a wrapper hands on."""
+    return [word.removeprefix("--pyinfra=") for word in option]
 
 
 def pyinfra(box: DeployBox, *options: str) -> dict[str, Any]:
@@ -285,6 +294,62 @@ def test_an_engine_with_a_key_refuses_strangers(box: DeployBox) -> None:
     assert "api_server" in arguments and "key-0fd1" not in arguments
     box.ssh("systemctl stop kimi-vllm-base")
     assert box.deploy().returncode == 0, "without the key in the data the unit no longer asks for it"
+
+
+def test_others_reach_the_engine_through_the_edge(box: DeployBox, tmp_path: Path) -> None:
+    """By TLS of the host's own authority, with a key that the host has the digest of; revoked, it is refused."""
+    keys = {}
+    for name in ("alice", "bob"):
+        (tmp_path / name).touch(0o600)
+        (tmp_path / name).write_text(f"{name}-0fd1-never-shown")
+        keys[name] = str(tmp_path / name)
+    tls = {"authority": ["localhost", "127.0.0.1"]}
+    edge = {"address": "127.0.0.1", "port": EDGE_PORT, "tls": tls, "keys": keys}
+    option = ("--pyinfra=--data", f"--pyinfra=edge={json.dumps(edge)}")
+    deploy = box.deploy(*option)
+    assert deploy.returncode == 0, deploy.stdout + deploy.stderr
+    assert not [row for row in pyinfra(box, *option_words(option))["results"]["operations"] if row["success"]]
+    authority = tmp_path / "authority.pem"
+    authority.write_text(box.ssh(f"cat {layout.EDGE}/authority.pem").stdout)
+
+    def ask(key: str | None, **more: Any) -> requests.Response:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        url = f"https://localhost:{EDGE_PORT}/v1/{'chat/completions' if more else 'models'}"
+        method = "POST" if more else "GET"
+        return requests.request(method, url, headers=headers, verify=str(authority), timeout=120, **more)
+
+    key, other = "alice-0fd1-never-shown", "bob-0fd1-never-shown"
+    assert (ask(None).status_code, ask(key).status_code) == (401, 503), "nothing is started yet"
+    box.ssh("systemctl start kimi-vllm-eagle3-custom")
+    model = ask(other).json()["data"][0]["id"]
+    question = {"model": model, "messages": [{"role": "user", "content": "What is a token?"}], "max_tokens": 64}
+    words = ask(key, json=question).json()["choices"][0]["message"]
+    assert (words["content"] or words["reasoning"]).strip()
+    with ask(key, json={**question, "stream": True}, stream=True) as stream:
+        lines = [line for line in stream.iter_lines() if line]
+    assert len(lines) > 3 and lines[-1] == b"data: [DONE]"
+    said = box.ssh(f"cat {layout.EDGE}/* /proc/[0-9]*/cmdline; journalctl -q -o cat -u kimi-edge", check=False).stdout
+    assert "key=alice" in said and "never-shown" not in said
+    security = box.ssh("systemd-analyze security --no-pager kimi-edge.service | tail -n 1").stdout
+    assert float(re.findall(r"exposure level for kimi-edge.service: (\S+)", security)[0]) <= 2.0, security
+    assert box.ssh("systemctl is-active haproxy", check=False).stdout.strip() == "inactive"
+    del keys["bob"]
+    option = ("--pyinfra=--data", f"--pyinfra=edge={json.dumps(edge)}")
+    started = box.ssh("systemctl show -P InvocationID kimi-edge kimi-vllm-eagle3-custom").stdout
+    assert box.deploy(*option).returncode == 0
+    assert (ask(other).status_code, ask(key).status_code) == (401, 200)
+    assert box.ssh("systemctl show -P InvocationID kimi-edge kimi-vllm-eagle3-custom").stdout == started, "restarted"
+    inventory = ROOT / "inventory/group_data/sandbox.py"
+    before = inventory.read_text()
+    try:
+        inventory.write_text(f"{before}edge = {edge!r}\n")
+        verify = box.verify()
+        assert verify.returncode == 0, verify.stdout
+    finally:
+        inventory.write_text(before)
+    box.ssh("systemctl stop kimi-vllm-eagle3-custom")
+    assert box.deploy().returncode == 0, "without it in the data the edge goes"
+    assert box.ssh("systemctl is-active kimi-edge", check=False).stdout.strip() == "inactive"
 
 
 def test_a_catalogue_entry_that_goes_takes_its_unit_along(box: DeployBox) -> None:
