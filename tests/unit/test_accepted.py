@@ -19,7 +19,12 @@ from tests.unit.test_operations import apply, state_directory
 __all__ = ["state_directory"]
 
 ENV = gpu_plan().environments["sglang-0.5.9"]
-ASKED: dict[str, Any] = {"env": ENV, "argvs": [["python", "-m", "x"]], "variables": {"SGLANG_SPEC_V3": ["sglang-base"]}}
+ASKED: dict[str, Any] = {
+    "env": ENV,
+    "features": ["tool-parser-kimi_k2"],
+    "argvs": [["python", "-m", "x"]],
+    "variables": {"SGLANG_SPEC_V3": ["sglang-base"]},
+}
 
 
 @pytest.fixture
@@ -50,6 +55,7 @@ def test_asked_once_and_an_unread_variable_is_told_each_time(
     assert told in caplog.text
     assert told in [json.loads(line).get("notice") for line in log.read_text().splitlines()]
     assert (rigctl / "calls").read_text() == "called\n"
+    assert apply(engine_environments.accepted, **ASKED | {"features": []})
 
 
 def test_a_refusal_fails_the_deploy_and_is_asked_again(rigctl: Path) -> None:
