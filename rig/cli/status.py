@@ -241,10 +241,8 @@ def ask(name: str, data: Mapping[str, Any], config: Path) -> HostStatus:
                 command, input=script.encode(), stdout=said, stderr=complained, timeout=SECONDS, check=False
             )
             output, errors = (_read(file) for file in (said, complained))
-    except subprocess.TimeoutExpired:
-        return HostStatus(name, reached=False, trouble=f"no answer in {SECONDS} s")
-    except OSError as error:
-        return HostStatus(name, reached=False, trouble=f"{command[0]} cannot be run: {error.strerror}")
+    except (subprocess.TimeoutExpired, OSError, CatalogError) as error:
+        return HostStatus(name, reached=False, trouble=_why(error))
     if result.returncode != 0:
         endless = abs(result.returncode) % 128 == signal.SIGXFSZ
         words = "its answer has no end" if endless else errors.strip() or f"exit code {result.returncode}"
@@ -256,6 +254,12 @@ def ask(name: str, data: Mapping[str, Any], config: Path) -> HostStatus:
         return read_status(name, data, output)
     except CatalogError as error:
         return HostStatus(name, reached=False, trouble=str(error))
+
+
+def _why(error: subprocess.TimeoutExpired | OSError | CatalogError) -> str:
+    if isinstance(error, OSError):
+        return f"ssh cannot be run: {error.strerror}"
+    return f"no answer in {SECONDS} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
 
 
 def _read(file: IO[bytes]) -> str:

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from rig.catalog.entries import ROOT
 from rig.cli import ssh, status
 from tests.host.conftest import connect
+from tests.support.plans import data as host_data
 
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(SSHD is None, reason="openssh-server is not installed")]
@@ -158,6 +159,7 @@ def test_a_long_temporary_directory_leaves_room_for_a_socket(
     monkeypatch.setattr(ssh, "_scratch", cache(ssh._scratch.__wrapped__))
     data = {"ssh_hostname": "127.0.0.1", "ssh_port": server.port, "ssh_key": str(server.key)}
     data |= {"ssh_user": getpass.getuser(), "ssh_known_hosts_file": str(tmp_path / "known")}
+    data |= {"ssh_strict_host_key_checking": "accept-new"}
     flat = ssh.config_of([{"name": "plain", "data": data}])
     host = connect("plain", data, flat)
     assert host.run(WORDS).stdout == "directory\n"
@@ -262,7 +264,7 @@ def test_a_host_whose_key_is_not_known_gets_nothing(
     assert fingerprint in said.stderr and "is not known, so nothing was sent to it" in said.stderr
     assert not (tmp_path / "known").exists() or (tmp_path / "known").read_text() == ""
     if flat:
-        seen = status.ask("new", data, resolved)
+        seen = status.ask("new", host_data() | data, resolved)
         assert not seen.reached and fingerprint in seen.trouble and f"then run `ssh -F {config} new`" in seen.trouble
         # The command of pyinfra's message accepts it.
         accept = re.search(r"then run `(echo .*?)`", said.stderr.replace("\n", ""))
