@@ -258,7 +258,7 @@ def ask(name: str, data: Mapping[str, Any], config: Path) -> HostStatus:
 
 def _why(error: subprocess.TimeoutExpired | OSError | CatalogError) -> str:
     if isinstance(error, OSError):
-        return f"ssh cannot be run: {error.strerror}"
+        return f"it cannot be asked from here: {error}"
     return f"no answer in {SECONDS} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
 
 
