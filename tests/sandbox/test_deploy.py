@@ -241,9 +241,10 @@ def test_a_pending_reboot_is_exit_3_and_nothing_serves(box: DeployBox) -> None:
     override = ("--pyinfra=--data", '--pyinfra=host_overrides={"kernel_argument.iommu": "pt"}')
     noted = box.deploy(*override)
     assert noted.returncode == 0, "no reboot of a container brings a kernel argument"
-    # From here on the box says that it is a machine.
-    detect = "/usr/bin/systemd-detect-virt"
+    # From here on the box says that it is a machine, and that grub boots it.
+    detect, grub = "/usr/bin/systemd-detect-virt", "/usr/sbin/update-grub"
     box.ssh(f"mv {detect} {detect}.real && printf '#!/bin/sh\\necho none\\nexit 1\\n' > {detect} && chmod 755 {detect}")
+    box.ssh(f"mkdir -p /boot/grub && touch /boot/grub/grub.cfg && ln -s /bin/true {grub}")
     try:
         deploy = box.deploy(*override)
         assert deploy.returncode == 3, deploy.stderr
@@ -254,6 +255,7 @@ def test_a_pending_reboot_is_exit_3_and_nothing_serves(box: DeployBox) -> None:
     finally:
         box.ssh(f"mv -f {detect}.real {detect}")
     assert box.deploy().returncode == 0, "without the override nothing waits for a reboot"
+    box.ssh(f"rm -r /boot/grub {grub}")
     assert box.plan().returncode == 0
 
 

@@ -34,7 +34,8 @@ rigctl tiny-kimi drafter-never /srv/web; head -c {filler} /dev/zero > /srv/web/f
 [ -e /root/.ssh/store ] || ssh-keygen -q -t ed25519 -N "" -f /root/.ssh/store
 cd /root/.ssh; grep -qF "$(cat store.pub)" authorized_keys || cat store.pub >> authorized_keys
 ssh-keyscan -p {port} 127.0.0.1 2>/dev/null > /root/.ssh/store_hosts
-grep -q SSL_CERT_FILE /etc/environment || echo SSL_CERT_FILE=/root/test-authorities.pem >> /etc/environment
+cp /etc/environment /root/environment.before
+sed -i /^SSL_CERT_FILE=/d /etc/environment; echo SSL_CERT_FILE=/root/test-authorities.pem >> /etc/environment
 """
 
 
@@ -54,7 +55,7 @@ def box(bare_box: DeployBox) -> Iterator[DeployBox]:
         bare_box.ssh(f"rigctl checkpoints forget {name}", check=False)
     # All drafters: a made one without a record would have to be adopted.
     bare_box.ssh("rm -rf /data/eagle3/* /data/eagle3/.from-* /srv/store /srv/web /var/lib/kimi-rig/drafters")
-    bare_box.ssh("sed -i /SSL_CERT_FILE/d /etc/environment; rm /root/test-authorities.pem")
+    bare_box.ssh("mv /root/environment.before /etc/environment; rm /root/test-authorities.pem")
     last = bare_box.deploy()
     assert last.returncode == 0, last.stdout + last.stderr
 
