@@ -1,4 +1,4 @@
-"""How each engine is told to speculate: method and engine in, flags out. Data, read off the engines' own sources.
+"""The flags by which each engine speculates: method and engine in, flags out. Data, read off the engines' own sources.
 
 vLLM 0.16.0 to 0.33.0: `--speculative-config` (config/speculative.py, SpeculativeConfig). SGLang 0.5.9 to 0.5.23:
 `--speculative-*` (0.5.9 server_args.py `_handle_speculative_decoding`; 0.5.23 arg_groups/speculative_hook.py). Which of

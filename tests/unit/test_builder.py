@@ -174,7 +174,7 @@ def test_only_maintainers_run_without_a_sandbox() -> None:
 
 @pytest.fixture
 def confined(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A host with the builder; what systemd is told is printed. Its /run."""
+    """A host with the builder; what systemd is asked for is printed. Its /run."""
     monkeypatch.setattr(builder, "_confined", True)
     monkeypatch.setattr(builder, "user", lambda: builder.User(4711, 4711))
     monkeypatch.setattr(builder, "RUN", tmp_path / "run")

@@ -132,7 +132,7 @@ def test_a_deploy_interrupts_no_client(host: Host, client: Client, tree: Tree) -
 
 
 def test_a_restart_puts_the_edge_in_front(host: Host, client: Client, tree: Tree) -> None:
-    """The client keeps address, port and key; while the engine loads it is told to come back."""
+    """The client keeps address, port and key; while the engine loads it gets 503."""
     client.found.clear()
     host.ssh(f"systemctl restart {UNIT}")
     client.until_served()

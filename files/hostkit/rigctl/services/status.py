@@ -274,7 +274,7 @@ def _text(answer: dict[str, Any]) -> str:
 
 
 def as_running(specification: Specification) -> Specification:
-    """The specification with the address at which its running engine was told to listen: a deploy may have moved it."""
+    """The specification with the address at which its running engine listens: a deploy may have moved it."""
     pid = properties(specification.unit, ["MainPID"])["MainPID"]
     try:
         words = Path("/proc", pid or "0", "cmdline").read_bytes().decode(errors="replace").split("\0")
