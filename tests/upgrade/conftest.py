@@ -114,18 +114,14 @@ def this_tree() -> Tree:
 @pytest.fixture(scope="session")
 def kept_data_tree(this_tree: Tree, previous_tree: Previous, short_directory: Path) -> Tree:
     """This version with the hosts and the host data of the previous one: what an operator brings along."""
-    return with_data_of(previous_tree, this_tree, short_directory / "kept")
-
-
-def with_data_of(previous_tree: Previous, this_tree: Tree, directory: Path, *more: str) -> Tree:
-    """This version in a directory, with hosts and host data of the previous one. more: other files of its inventory."""
+    directory = short_directory / "kept"
     listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\0")
     for name in files:
         if (ROOT / name).is_file():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, directory / name)
-    for name in ("gpu.py", "sandbox.py", "group_data", *more):
+    for name in ("gpu.py", "sandbox.py", "group_data"):
         source, goal = previous_tree.directory / "inventory" / name, directory / "inventory" / name
         if source.is_dir():
             shutil.copytree(source, goal, dirs_exist_ok=True)
