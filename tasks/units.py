@@ -7,7 +7,6 @@ from pyinfra.api import deploy
 from rig.artifacts.rollback_states import state_of
 from rig.artifacts.units import run_specification, unit_files
 from rig.operations import rollback_states, system
-from rig.operations.edge import clients_kept
 from rig.operations.files import File, present
 from rig.plan.current import current_plan
 from rig.plan.host_plan import HostPlan
@@ -22,8 +21,6 @@ def units(plan: HostPlan) -> None:
     known = [PurePosixPath(file.path).name for file in files if file.path.startswith(f"{layout.UNITS}/")]
     edge = [unit for unit in known if unit.startswith(system.EDGE_UNITS)]
     rollback_states.recorded(name="Record the state for a rollback", record=state_of(plan))
-    if plan.edge is not None:
-        clients_kept(name="Keep clients of engines that run", taken_over=plan.edge.taken_over)
     present(name="Write units", entries=files)
     system.retired_units(name="Remove units of removed configurations", keep=known)
     system.units_loaded(name="Load units into systemd", units=[*names, *edge], files=files)

@@ -1,7 +1,7 @@
-"""The digest by which version 0.2.0 (feee0e5) knows a unit: a unit that it started is not stale without a reason.
+"""The digest by which version 0.3.0 (66d813d) knows a unit: a unit that it started is not stale without a reason.
 
-Keys of the run specification that are newer than 0.2.0 stand in `NEWER` of rigctl/contract/run_specification.py, each
-with the value that says what 0.2.0 did. One that counts for the digest has the same name in `started_with`
+Keys of the run specification that are newer than 0.3.0 stand in `NEWER` of rigctl/contract/run_specification.py, each
+with the value that says what 0.3.0 did. One that counts for the digest has the same name in `started_with`
 (rig/artifacts/units.py), or is a limit: it is left out here while it has that value.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 from rig.plan.host_plan import canonical_digest
 from rigctl.contract.run_specification import NEWER
 
-REPLACED: Mapping[str, str] = {"TimeoutStartSec=12h": "TimeoutStartSec=3min"}
-"""Line of a unit's [Service] section -> the line that 0.2.0 wrote instead; "": it had none."""
+REPLACED: Mapping[str, str] = {}
+"""Line of a unit's [Service] section -> the line that 0.3.0 wrote instead; "": it had none."""
 
 
 def digest(started_with: Mapping[str, Any]) -> str:

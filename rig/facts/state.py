@@ -198,9 +198,8 @@ class Services(FactBase[list[Service] | None]):
         found: list[Service] = []
         try:
             for row in json.loads("\n".join(output)):
-                # A version before this one shows what the unit wrote, whatever that is.
-                started = row.get("started") or {}
-                digests = frozenset(map(str, [started["digest"], *started.get("same_as", [])] if started else []))
+                started = row["started"]
+                digests = frozenset([started["digest"], *started["same_as"]] if started else [])
                 found.append(Service(str(row["name"]), bool(row["stale"]), digests))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None

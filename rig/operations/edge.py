@@ -1,17 +1,16 @@
 """The edge on a host: HAProxy without its own service, the keys, the certificate, and the unit that has read them."""
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from pyinfra import host
 from pyinfra.api import operation
 
 from rig.artifacts.edge import ACME, CERTIFICATE, CONFIGURATION, ENGINE, KEYS, RENEWAL, RENEWAL_TIMER, places
-from rig.catalog.entries import Listen
 from rig.facts.servers import Server, Servers
 from rig.facts.state import InstalledPackages, Lines, PathStates, UnitProperties
 from rig.operations import apt
-from rig.operations.common import Commands, changes, note, notice, refuse, remember, remember_packages, script
+from rig.operations.common import Commands, changes, notice, refuse, remember, remember_packages, script
 from rig.operations.files import File, difference
 from rig.plan.edge import meet
 from rigctl.contract import layout
@@ -27,43 +26,6 @@ for path in sys.argv[2:]:
         print(path)
 """
 """Python that prints which of some files have changed since a unit was started or has reloaded."""
-
-
-@operation()
-def clients_kept(taken_over: Mapping[str, Listen]) -> Commands:
-    """An engine that listens beyond loopback since before this deploy keeps its clients until it is started anew.
-
-    The unit that a deploy writes lets loopback in alone, and systemd applies that to what runs as soon as it has read
-    the unit. So the networks of before stay in a drop-in of this boot, and a transient unit takes it away once the
-    engine has been started anew. taken_over: configuration -> where its entry listens.
-    """
-    ports = sorted({listen.port for listen in taken_over.values()})
-    listening = host.get_fact(Servers, ports=ports) if ports else []
-    kept = host.get_fact(Lines, script=f"ls -d {_drop_in('*')}") if ports else []
-    lines = []
-    for name, listen in taken_over.items():
-        unit, path = layout.unit_name(name), _drop_in(layout.unit_name(name))
-        before = any(one.unit == unit and meet((one.host, one.port), (listen.host, listen.port)) for one in listening)
-        if not before or path in kept:
-            continue
-        note(f"{unit} keeps its clients until it is started anew")
-        allowed = f"IPAddressAllow={' '.join(listen.networks)}" if listen.networks else "IPAddressDeny="
-        wait = f'while [ "$(systemctl show -P InvocationID {unit})" = "$1" ]; do sleep 1; done'
-        job = f"{wait}; rm -r {path.rpartition('/')[0]}; systemctl daemon-reload"
-        run = f"systemd-run --quiet --collect --unit=kimi-job-handover-{name} sh -c {shlex.quote(job)} sh"
-        lines += [
-            f"mkdir -p {path.rpartition('/')[0]}",
-            f"printf '[Service]\n%s\n' {shlex.quote(allowed)} > {path}",
-            f'{run} "$(systemctl show -P InvocationID {unit})" 8>&-',
-        ]
-    if not lines:
-        host.noop("no engine has clients beyond loopback of its own")
-        return
-    yield script(*lines)
-
-
-def _drop_in(unit: str) -> str:
-    return f"/run/systemd/system/{unit}.d/{layout.HANDOVER}"
 
 
 @operation()
@@ -139,7 +101,7 @@ def certified(command: Sequence[str], path: str) -> Commands:
 def running(files: Sequence[File], takeovers: Iterable[str] = ()) -> Commands:
     """The edge serves what is on disk: started, at every boot too, and reloaded without a dropped stream.
 
-    Where an engine of an earlier deploy still holds its address, it starts with that engine's next start.
+    Where an engine still holds its address, it starts with that engine's next start.
     files: what it reads, which a deploy has written by then. takeovers: lines for the operator, told until it runs.
     """
     unit = layout.EDGE_UNIT

@@ -11,9 +11,9 @@ def place_made() -> str:
 
 
 def opened(descriptor: int, path: str) -> str:
-    """Open a lock file, and close one that a version before this one left open to others."""
+    """Open a lock file, closed to others."""
     name = shlex.quote(path)
-    return f"umask 077; exec {descriptor}>>{name}; chmod 600 {name}; umask 022"
+    return f"umask 077; exec {descriptor}>>{name}; umask 022"
 
 
 def held_by(path: str) -> str:

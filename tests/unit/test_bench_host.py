@@ -43,8 +43,8 @@ WORKLOAD: dict[str, Any] = {
 }
 
 
-# What 0.2.0 wrote: a sweep, and a measured cell of it.
-WRITTEN = ROOT / "tests/fixtures/feee0e5/bench"
+# What 0.3.0 wrote: a sweep, and a measured cell of it.
+WRITTEN = ROOT / "tests/fixtures/66d813d/bench"
 SWEEP: dict[str, Any] = json.loads((WRITTEN / "sweep.json").read_text())
 CELL: dict[str, Any] = json.loads((WRITTEN / "cell.json").read_text())
 

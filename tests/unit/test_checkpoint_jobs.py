@@ -28,8 +28,8 @@ from rigctl.contract.manifest import Manifest
 from rigctl.contract.order import ContractError, Order
 from rigctl.contract.served_checkpoints import DrafterPairs
 
-# Written by the code of 0.2.0, commit feee0e5: orders of every kind of source, a staged checkpoint and one half way.
-OLD: dict[str, Any] = json.loads((ROOT / "tests/fixtures/feee0e5/checkpoints/orders.json").read_text())
+# Written by the code of 0.3.0, commit 66d813d: orders of every kind of source, a staged checkpoint and one half way.
+OLD: dict[str, Any] = json.loads((ROOT / "tests/fixtures/66d813d/checkpoints/orders.json").read_text())
 ENTRIES = sorted(OLD["entries"])
 
 

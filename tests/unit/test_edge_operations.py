@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from rig.artifacts.edge import CONFIGURATION, RENEWAL_TIMER, edge_files
-from rig.catalog.entries import Listen
 from rig.facts.servers import Server, Servers
 from rig.facts.state import InstalledPackages, Lines, PathStates, UnitProperties
 from rig.operations import apt, common, edge, system
@@ -103,24 +102,6 @@ def test_one_that_runs_reloads_what_has_changed_and_nothing_else(host: Host) -> 
     host.facts |= {Lines: [], PathStates: {**written(), CONFIGURATION: PathState("file", "0644", "root", "root", "")}}
     assert f"systemctl reload {UNIT}" in host.run(edge.running, files=files())
     assert "keys.map" in host.said and "haproxy.cfg" in host.said and "told until" not in host.said
-
-
-@pytest.mark.parametrize(
-    ("networks", "line"),
-    [(["10.0.0.0/8", "192.168.7.0/24"], "IPAddressAllow=10.0.0.0/8 192.168.7.0/24"), ([], "IPAddressDeny=")],
-)
-def test_an_engine_of_before_keeps_its_clients(host: Host, networks: list[str], line: str) -> None:
-    """systemd applies a unit's new address filter to what runs, as soon as it reads the unit."""
-    before = {"vllm-base": Listen(host="0.0.0.0", networks=networks)}
-    assert not host.run(edge.clients_kept, taken_over=before), "nothing runs"
-    host.facts[Servers] = [Server("0.0.0.0:8000", 7, "kimi", ENGINE, "python")]
-    done = host.run(edge.clients_kept, taken_over=before)
-    drop_in = f"/run/systemd/system/{ENGINE}.d/{layout.HANDOVER}"
-    assert line in done and drop_in in done and "--unit=kimi-job-handover-vllm-base" in done
-    host.facts[Lines] = [drop_in]
-    assert not host.run(edge.clients_kept, taken_over=before), "kept already"
-    host.facts |= {Lines: [], Servers: [Server("127.0.0.1:18000", 7, "kimi", ENGINE, "python")]}
-    assert not host.run(edge.clients_kept, taken_over=before), "started anew"
 
 
 def test_the_stock_service_stays_off_where_the_package_is_new(host: Host) -> None:

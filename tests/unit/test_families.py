@@ -218,17 +218,16 @@ def test_whatever_stands_in_a_family_is_taken_or_named(inventory: Path, key: str
 def test_units_of_the_previous_version_are_current_with_a_family(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the catalogues of 0.2.0, with the family that its model has now: nothing is restarted for it."""
+    """Of the catalogues of 0.3.0, where entries say themselves what the model's family does: nothing is restarted."""
     place = tmp_path / "inventory"
     shutil.copytree(WRITTEN / "inventory", place)
-    (place / "families.yaml").write_text((entries.ROOT / "inventory/families.yaml").read_text())
     path = place / "checkpoints.yaml"
-    path.write_text(path.read_text().replace("kimi-k2.5-int4:\n", "kimi-k2.5-int4:\n  family: kimi-k2\n", 1))
+    path.write_text(path.read_text().replace("  family: kimi-k2\n", "", 1))
     monkeypatch.setenv("KIMI_RIG_INVENTORY", str(place))
     one = json.loads((WRITTEN / "plans.json").read_text())["tour"]
-    with_family = host_plan(one["data"], one["distribution"], HostSettings(**one["settings"]))
-    monkeypatch.setenv("KIMI_RIG_INVENTORY", str(WRITTEN / "inventory"))
     without = host_plan(one["data"], one["distribution"], HostSettings(**one["settings"]))
+    monkeypatch.setenv("KIMI_RIG_INVENTORY", str(WRITTEN / "inventory"))
+    with_family = host_plan(one["data"], one["distribution"], HostSettings(**one["settings"]))
     for name in with_family.serving:
         assert run_specification(with_family, name).digest == run_specification(without, name).digest
         assert unit_file(with_family, name) == unit_file(without, name)

@@ -235,7 +235,7 @@ def test_status_tells_what_an_operator_must_know(host: Host, capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("{", "not JSON"), ('{"format": 9}', "format 9 is newer"), ('{"format": 1}', "b.json: name: is missing")],
+    [("{", "not JSON"), ('{"format": 9}', "format 9 is newer"), ('{"format": 2}', "b.json: name: is missing")],
 )
 def test_one_damaged_specification_hides_no_other(
     host: Host, capsys: pytest.CaptureFixture[str], text: str, says: str

@@ -709,8 +709,8 @@ def test_what_a_plan_says_of_a_kernel(plan: HostPlan, rigctl: Path) -> None:
 
 
 def test_an_upgrade_and_a_rollback_over_it_leave_what_is_installed(plan: HostPlan, rigctl: Path) -> None:
-    """The order on the host, or the recorded state, is of 0.2.0: it says the same."""
-    state = json.loads((Path(__file__).parents[1] / "fixtures/feee0e5/kernels/state.json").read_text())
+    """The order on the host, or the recorded state, is of 0.3.0: it says the same."""
+    state = json.loads((Path(__file__).parents[1] / "fixtures/66d813d/kernels/state.json").read_text())
     library = state["kernels"]["sglang-0.5.9"]
     text = state["kernel_files"][library["description"]]
     assert planned(rigctl, plan, '{"state": "installed", "why": ""}', library["digest"], text) == []

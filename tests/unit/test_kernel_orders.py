@@ -1,6 +1,6 @@
-"""Orders `kernel job` and `environment build`: what 0.2.0 wrote stays readable and means the same; no fault passes.
+"""Orders `kernel job` and `environment build`: what 0.3.0 wrote stays readable and means the same; no fault passes.
 
-tests/fixtures/feee0e5/kernels was written by the code of that commit.
+tests/fixtures/66d813d/kernels was written by the code of that commit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rigctl.contract.order import ContractError, Order
 from rigctl.kernel import build, toolchain
 from tests.unit.test_engines_and_units import data
 
-FIXTURES = ROOT / "tests/fixtures/feee0e5/kernels"
+FIXTURES = ROOT / "tests/fixtures/66d813d/kernels"
 STATE: dict[str, Any] = json.loads((FIXTURES / "state.json").read_text())
 BUILDS: dict[str, dict[str, Any]] = json.loads((FIXTURES / "environment-builds.json").read_text())
 RELEASES = sorted(STATE["kernels"])

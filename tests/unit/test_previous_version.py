@@ -1,6 +1,6 @@
-"""What version 0.2.0 (feee0e5) wrote stays readable, and what it started stays current.
+"""What version 0.3.0 (66d813d) wrote stays readable, and what it started stays current.
 
-The code of that version wrote tests/fixtures/feee0e5: run specifications of the tour and of the sandbox, catalogues and
+The code of that version wrote tests/fixtures/66d813d: run specifications of the tour and of the sandbox, catalogues and
 plans that they were made of, a state for a rollback, a receipt, and what its supervisor wrote down of a run.
 """
 
@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rig.artifacts import previous_digest, units
+from rig.artifacts.edge import edge_files
 from rig.artifacts.receipt import merged
 from rig.artifacts.rollback_states import known_as
 from rig.artifacts.units import run_specification, unit_file, unit_files
@@ -26,27 +27,32 @@ from rig.plan import host_plan as plans
 from rig.plan.host_plan import HostPlan, host_plan
 from rigctl.contract import layout
 from rigctl.contract import run_specification as contract
+from rigctl.contract.happened import Happened
 from rigctl.contract.order import ContractError, Document
 from rigctl.contract.run_specification import NEWER, RunSpecification
+from rigctl.guarded import Place
 from rigctl.services import status
 from rigctl.supervisor.specification import Specification, named
 from rigctl.whole_files import write_json
 from tests.unit.test_operations import apply
 from tests.unit.test_run_specification import changed, parts
 
-WRITTEN = ROOT / "tests/fixtures/feee0e5/serving"
+WRITTEN = ROOT / "tests/fixtures/66d813d/serving"
 FILES = sorted(path for place in ("tour", "sandbox") for path in (WRITTEN / place).iterdir())
 STATE = json.loads((WRITTEN / "state.json").read_text())
-STARTED = json.loads((WRITTEN / "started.json").read_text())
+RECORDS = WRITTEN / "records"
+STARTED = json.loads((RECORDS / "started.json").read_text())
 RECEIPT = json.loads((WRITTEN.parent / "receipt.json").read_text())
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 
 WHERE = """
-A key of the run specification that 0.2.0 did not write belongs into NEWER (rigctl/contract/run_specification.py), with
-the value that says what 0.2.0 did. A line of the unit that a running unit need not be restarted for belongs into
+A key of the run specification that 0.3.0 did not write belongs into NEWER (rigctl/contract/run_specification.py), with
+the value that says what 0.3.0 did. A line of the unit that a running unit need not be restarted for belongs into
 REPLACED (rig/artifacts/previous_digest.py). What is worth a restart is said in CHANGELOG.md, and here in RESTARTED."""
 RESTARTED: dict[str, str] = {}
 """Configuration of the fixtures -> why this version makes it stale."""
+RELOADED: dict[str, str] = {}
+"""File of the edge -> why this version writes it anew, for which the edge reloads."""
 
 
 def without(part: Any, path: str) -> Any:
@@ -60,11 +66,11 @@ def without(part: Any, path: str) -> Any:
 
 
 def as_written(order: RunSpecification) -> Document:
-    """A document of 0.2.0 with the content of an order."""
+    """A document of 0.3.0 with the content of an order."""
     found = order.document()
     for path in NEWER:
         found = without(found, path)
-    return {**found, "format": 1}
+    return {**found, "format": contract.PREVIOUS_FORMAT}
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +93,7 @@ def test_every_newer_key_is_listed(path: Path) -> None:
     try:
         RunSpecification.read(path)
     except ContractError as error:
-        raise AssertionError(f"a run specification of 0.2.0 is not read: {error}{WHERE}") from None
+        raise AssertionError(f"a run specification of 0.3.0 is not read: {error}{WHERE}") from None
 
 
 @each_file
@@ -95,7 +101,7 @@ def test_its_units_are_current(path: Path, same_plans: dict[str, HostPlan]) -> N
     written = json.loads(path.read_text())
     order = run_specification(same_plans[path.parent.name], path.stem)
     current = written["digest"] in order.known_as
-    assert current != (path.stem in RESTARTED), f"a deploy of this version makes units of 0.2.0 stale{WHERE}"
+    assert current != (path.stem in RESTARTED), f"a deploy of this version makes units of 0.3.0 stale{WHERE}"
     ours = {"digest", "same_as", "unit_digest"}
     assert {k: v for k, v in as_written(order).items() if k not in ours} == {
         k: v for k, v in written.items() if k not in ours
@@ -121,9 +127,10 @@ def test_a_missing_or_unknown_key_in_one_is_refused(path: Path) -> None:
         RunSpecification.parse({**written, "other": 1}, "x")
 
 
-def test_one_of_the_version_before_it_is_refused_in_words() -> None:
-    with pytest.raises(ContractError, match="x: format 0 is of an old version of kimi-rig and no longer read"):
-        RunSpecification.parse({"name": "vllm-base", "host": "127.0.0.1", "port": 8000}, "x")
+@pytest.mark.parametrize("number", [0, 1])
+def test_one_of_a_version_before_it_is_refused_in_words(number: int) -> None:
+    with pytest.raises(ContractError, match=f"x: format {number} is of an old version of kimi-rig and no longer read"):
+        RunSpecification.parse({"format": number, "name": "vllm-base"}, "x")
 
 
 @settings(max_examples=100, deadline=None)
@@ -147,15 +154,31 @@ def test_whatever_is_accepted_of_it_is_taken_as_it_is_written(data: st.DataObjec
         assert as_written(order) == mutated
 
 
+@pytest.mark.parametrize("model", Happened.__subclasses__(), ids=lambda model: model.FILE)
+def test_its_records_are_read(model: type[Happened]) -> None:
+    found = model.read(Place(str(RECORDS)))
+    assert found and found.model_dump(mode="json", exclude_unset=True) == json.loads((RECORDS / model.FILE).read_text())
+
+
+def test_its_edge_stays_as_it_is(same_plans: dict[str, HostPlan]) -> None:
+    now = edge_files(same_plans["sandbox"])
+    units = f"{layout.UNITS}/kimi-edge"
+    before = {path: text for path, text in STATE["files"].items() if path.startswith((f"{layout.EDGE}/", units))}
+    assert len(before) == 5 and now.keys() == before.keys()
+    changed = {path for path, text in now.items() if text != before[path]}
+    assert changed == RELOADED.keys(), "say in CHANGELOG.md why, and here in RELOADED"
+
+
 # How a newer key or line is listed, whether this version has one or not
 
 
 def test_a_newer_key_is_filled_in_and_is_no_reason_for_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = RunSpecification.read(WRITTEN / "sandbox/vllm-eagle3-custom.json")
+    order = RunSpecification.read(WRITTEN / "sandbox/vllm-eagle3-custom.json").model_copy(update={"family": None})
     newer = {"family": None, "endpoints.host": "127.0.0.1", "limits.restarts": 3, "speculation.steps": 3}
     monkeypatch.setattr(contract, "NEWER", newer)
     monkeypatch.setattr(previous_digest, "NEWER", newer)
-    older = order.document() | {"format": 1}
+    monkeypatch.setattr(RunSpecification, "FORMAT", contract.PREVIOUS_FORMAT + 1)
+    older = order.document() | {"format": contract.PREVIOUS_FORMAT}
     for path in newer:
         older = without(older, path)
     assert RunSpecification.parse(older, "x").document() == order.document()
@@ -164,7 +187,7 @@ def test_a_newer_key_is_filled_in_and_is_no_reason_for_a_restart(monkeypatch: py
         place = path.split(".")[0]
         with pytest.raises(ContractError, match="is of a later format"):
             RunSpecification.parse({**older, place: order.document()[place]}, "x")
-    with pytest.raises(ContractError, match="not an order of format 1"):
+    with pytest.raises(ContractError, match=f"not an order of format {contract.PREVIOUS_FORMAT}"):
         RunSpecification.parse({**older, "limits": [[1]]}, "x")
 
     def content(**more: Any) -> dict[str, Any]:
@@ -254,7 +277,7 @@ def test_a_rollback_to_its_state_finds_its_files(running: Running, same_plans: d
     assert not running.stale
 
 
-@pytest.mark.parametrize(("digest", "restarts"), [("of 0.2.0", False), ("of another", True)])
+@pytest.mark.parametrize(("digest", "restarts"), [("of 0.3.0", False), ("of another", True)])
 def test_a_deploy_restarts_what_is_stale_alone(
     running: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, digest: str, restarts: bool
 ) -> None:
@@ -266,7 +289,7 @@ def test_a_deploy_restarts_what_is_stale_alone(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(layout, "RIGCTL", str(tmp_path / "rigctl"))
     monkeypatch.setattr(layout, "AT_WORK", str(tmp_path / "at-work.lock"))
-    digests = {running.name: ["of 0.3.0", "of 0.2.0"], "stopped": ["x"]}
+    digests = {running.name: ["of 0.4.0", "of 0.3.0"], "stopped": ["x"]}
     assert apply(system.running_current, digests=digests, restart="now") == restarts
     assert log.exists() == restarts
 
@@ -281,7 +304,7 @@ def test_a_damaged_state_cannot_come_back() -> None:
     path = "/etc/kimi-rig/configurations/vllm-base.json"
     with pytest.raises(ContractError, match=f"{path}: not JSON"):
         known_as({**STATE, "files": {}})
-    for number, words in ((0, "of an old version"), (9, "newer")):
+    for number, words in ((0, "of an old version"), (1, "of an old version"), (9, "newer")):
         with pytest.raises(ContractError, match=f"{path}: format {number} is {words}"):
             known_as({**STATE, "files": {**STATE["files"], path: json.dumps({"format": number})}})
 

@@ -1,6 +1,6 @@
 """What a unit writes down of its run, for commands of root's: read as foreign text, since the engine is the same user.
 
-Only what is named here is taken over, each value of its type. Records of the version before this one have fewer keys.
+Only what is named here is taken over, each value of its type. One that the version before wrote may have fewer keys.
 """
 
 from __future__ import annotations

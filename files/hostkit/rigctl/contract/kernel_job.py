@@ -128,7 +128,7 @@ class KernelJob(KernelLibrary, Order):
 
     @override
     def document(self) -> Document:
-        """Of what is newer than 0.2.0, what is set: an order that says nothing new stays as that version wrote it."""
+        """Without `shared_wheels` where there are none: most hosts have an order without that key, and keep it."""
         whole = super().document()
         return whole if self.shared_wheels else {key: value for key, value in whole.items() if key != "shared_wheels"}
 

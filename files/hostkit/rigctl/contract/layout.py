@@ -58,7 +58,6 @@ LOGS = "/var/log/kimi-rig"
 FALLBACK_UNIT = "kimi-fallback@.service"
 EDGE_UNIT = "kimi-edge.service"
 EDGE_USER = "kimi-edge"
-HANDOVER = "kimi-edge.conf"
 """Drop-in of a unit that still listens beyond loopback, until it is started anew behind the edge."""
 
 

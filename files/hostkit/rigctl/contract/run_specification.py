@@ -53,15 +53,17 @@ class LiveSettings(Part):
     power_limit_w: int | None
 
 
-NEWER: Mapping[str, Any] = {"answer": {"thinks": "always", "tokens": 512}, "quiet": {}, "sampling": {}}
-"""Keys that version 0.2.0 did not write, as "limits.settle_seconds": the value of each that says what 0.2.0 did.
+PREVIOUS_FORMAT = 2
+"""Of the specifications that version 0.3.0 (66d813d) wrote."""
+NEWER: Mapping[str, Any] = {}
+"""Keys that version 0.3.0 did not write, as "limits.settle_seconds": the value of each that says what 0.3.0 did.
 
-A specification of 0.2.0 is read with these, and while a key has its value here, units that 0.2.0 started are current.
+A specification of 0.3.0 is read with these, and while a key has its value here, units that 0.3.0 started are current.
 """
 
 
 def _with_newer_keys(old: Document) -> Document:
-    """Format 2, of 0.3.0, of a document of format 1, of 0.2.0."""
+    """A document of this version of one of 0.3.0."""
     for path, value in NEWER.items():
         old = _with(old, path, value)
     return old
@@ -80,8 +82,8 @@ def _with(part: Any, path: str, value: Any) -> Any:
 class RunSpecification(Order):
     """One configuration as deployed."""
 
-    FORMAT: ClassVar[int] = 2
-    upgrades = {1: _with_newer_keys}
+    FORMAT: ClassVar[int] = PREVIOUS_FORMAT + bool(NEWER)
+    upgrades = {PREVIOUS_FORMAT: _with_newer_keys}
     WRITTEN_WHOLE: ClassVar[bool] = True
 
     name: Text

@@ -185,7 +185,7 @@ def _edited(specification: Specification, unit: dict[str, str]) -> list[str]:
     except OSError:
         return [f"{path} is missing"]
     edited = [] if digest == specification.unit_digest else [str(path)]
-    return edited + [path for path in unit["DropInPaths"].split() if not path.endswith(f"/{layout.HANDOVER}")]
+    return edited + unit["DropInPaths"].split()
 
 
 def _of_unit(
