@@ -1,8 +1,8 @@
-# make help lists the verbs.
+# make help lists the verbs: each installs .venv and calls kimi-rig. V=1 prints what otherwise goes to a log alone.
 INVENTORY ?= inventory/sandbox.py
 PYTHON ?= python3
 BIN := .venv/bin
-export PYINFRA_PROGRESS ?= off
+RIG := $(BIN)/python -m rig
 # As typed: quotes, blanks, pipes and $ reach the program, never the shell's or make's own syntax.
 override export CMD := $(value CMD)
 override export INVENTORY := $(value INVENTORY)
@@ -30,84 +30,94 @@ help: ## list the verbs
 supported:
 	@$(PYTHON) rig/sandbox/machine_check.py
 
-.venv/ready: requirements/control.txt files/hostkit/pyproject.toml
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
+
+# What an operator needs. A complete environment is updated in place, any other is made anew.
+.venv/run: requirements/run.txt pyproject.toml files/hostkit/pyproject.toml
 	@$(PYTHON) -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "kimi-rig needs Python >= 3.11 with venv (Debian/Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	@[ ! -L .venv ] || { echo "kimi-rig: .venv is a link to $$(readlink .venv) and would be made anew: remove the link, then run make again; what it leads to is left alone" >&2; exit 1; }
-	@echo "installing the control side into .venv (about a minute)"
-	@rm -rf .venv && $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/control.txt
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-index --no-build-isolation --no-deps -e files/hostkit
+	@echo "installing kimi-rig into .venv (about 20 s)"
+	@[ -e .venv/ready ] || [ -e $@ ] || rm -rf .venv
+	@$(PYTHON) -m venv .venv
+	@$(PIP) --no-compile --require-hashes -r requirements/run.txt
+	@$(PIP) --no-index --no-build-isolation --no-deps -e files/hostkit -e .
 	@touch $@
 
-demo: supported .venv/ready ## boot the sandbox, deploy, start a configuration, print its answer
-	@$(BIN)/python -m rig.cli.demo
+# The same with the tools of the checks.
+.venv/ready: .venv/run requirements/control.txt
+	@echo "installing the tools of the checks into .venv (about a minute)"
+	@$(PIP) --require-hashes -r requirements/control.txt
+	@touch $@
 
-sandbox: supported .venv/ready ## make and boot the box on this machine
-	@$(BIN)/python -m rig.sandbox up
+demo: supported .venv/run ## boot the sandbox, deploy, start a configuration, print its answer
+	@$(RIG) demo $(if $(V),-v)
 
-sandbox-stop: .venv/ready ## shut the box down
-	@$(BIN)/python -m rig.sandbox stop
+sandbox: supported .venv/run ## make and boot the box on this machine
+	@$(RIG) sandbox up
 
-sandbox-rm: .venv/ready ## delete the box
-	@$(BIN)/python -m rig.sandbox rm
+sandbox-stop: .venv/run ## shut the box down
+	@$(RIG) sandbox stop
 
-sandbox-ssh: .venv/ready ## CMD="...": run a command in the box
-	@$(BIN)/python -m rig.sandbox ssh "$$CMD"
+sandbox-rm: .venv/run ## delete the box
+	@$(RIG) sandbox rm
 
-plan: .venv/ready ## INVENTORY=... [LIMIT=host]: what a deploy would change (0 nothing, 2 something, 1 failed)
-	@$(BIN)/python -m rig.cli.converge plan "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
+sandbox-ssh: .venv/run ## CMD="...": run a command in the box
+	@$(RIG) sandbox ssh "$$CMD"
 
-deploy: .venv/ready ## INVENTORY=... [LIMIT=host]: converge (0 converged, 3 reboot pending, 1 failed)
-	@$(BIN)/python -m rig.cli.converge deploy "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
+plan: .venv/run ## INVENTORY=... [LIMIT=host]: what a deploy would change (0 nothing, 2 something, 1 failed)
+	@$(RIG) plan "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
 
-rollback: .venv/ready ## INVENTORY=... [LIMIT=host] [TO=state]: environments, units and flags of the deploy before
-	@$(BIN)/python -m rig.cli.rollback "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${TO:+--to="$$TO"}
+deploy: .venv/run ## INVENTORY=... [LIMIT=host]: converge (0 converged, 3 reboot pending, 1 failed)
+	@$(RIG) deploy $(if $(V),-v) "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
 
-verify: .venv/ready ## INVENTORY=...: prove the live hosts
-	@$(BIN)/python -m pytest -q tests/host --inventory "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
+rollback: .venv/run ## INVENTORY=... [LIMIT=host] [TO=state]: environments, units and flags of the deploy before
+	@$(RIG) rollback $(if $(V),-v) "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${TO:+--to="$$TO"}
 
-explain: .venv/ready ## INVENTORY=... [LIMIT=host] [ALL=1] [FORMAT=json]: what is set on a host, what not, and why
-	@$(BIN)/python -m rig.cli.explain "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $(if $(ALL),--all) $${FORMAT:+--format="$$FORMAT"}
+verify: .venv/run ## INVENTORY=...: prove the live hosts
+	@$(RIG) verify "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
+
+explain: .venv/run ## INVENTORY=... [LIMIT=host] [ALL=1] [FORMAT=json]: what is set on a host, what not, and why
+	@$(RIG) explain "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $(if $(ALL),--all) $${FORMAT:+--format="$$FORMAT"}
 
 pin: .venv/ready ## CHECKPOINT=... [REVISION=commit] [TOKEN_FILE=...]: pin a revision, write its manifest
-	@$(BIN)/python -m rig.maintain.pin "$$CHECKPOINT" $${REVISION:+--revision="$$REVISION"} $${TOKEN_FILE:+--token-file="$$TOKEN_FILE"}
+	@$(RIG) pin "$$CHECKPOINT" $${REVISION:+--revision="$$REVISION"} $${TOKEN_FILE:+--token-file="$$TOKEN_FILE"}
 
-reboot: .venv/ready ## INVENTORY=...: deploy, and reboot where boot-time settings wait for it
-	@$(BIN)/python -m rig.cli.converge deploy "$$INVENTORY" --pyinfra=--data --pyinfra=reboot=yes $${LIMIT:+--limit="$$LIMIT"}
+reboot: .venv/run ## INVENTORY=...: deploy, and reboot where boot-time settings wait for it
+	@$(RIG) deploy $(if $(V),-v) "$$INVENTORY" --reboot $${LIMIT:+--limit="$$LIMIT"}
 
-status: .venv/ready ## INVENTORY=... [JSON=1]: one line a host
-	@$(BIN)/python -m rig.cli.status "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $(if $(JSON),--json)
+status: .venv/run ## INVENTORY=... [JSON=1]: one line a host
+	@$(RIG) status "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $(if $(JSON),--json)
 
-uninstall: .venv/ready ## INVENTORY=... [YES=1]: remove what the hosts' records list, nothing else
-	@$(BIN)/python -m rig.cli.uninstall "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $(if $(YES),--yes)
+uninstall: .venv/run ## INVENTORY=... [YES=1]: remove what the hosts' records list, nothing else
+	@$(RIG) uninstall $(if $(V),-v) "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $(if $(YES),--yes)
 
-bench: .venv/ready ## INVENTORY=... CONFIGS="a b": measure configurations, then report
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/bench.txt
-	@$(BIN)/python -m rig.cli.bench run "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${CONFIGS:+--configs="$$CONFIGS"} $${SWEEP:+--sweep="$$SWEEP"}
+bench: .venv/run ## INVENTORY=... CONFIGS="a b": measure configurations, then report
+	@$(PIP) --require-hashes -r requirements/bench.txt
+	@$(RIG) bench run $(if $(V),-v) "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${CONFIGS:+--configs="$$CONFIGS"} $${SWEEP:+--sweep="$$SWEEP"}
 
-tour: .venv/ready ## plan, a unit, explanation and report of an 8-card host from recorded facts: no root, no box
-	@$(BIN)/python -m rig.cli.tour
+tour: .venv/run ## plan, a unit, explanation and report of an 8-card host from recorded facts: no root, no box
+	@$(RIG) tour
 
-diff: .venv/ready ## [REF=commit] [HOSTS=gpu.py]: what an edit of inventory/ changes: flags, units, findings; no host
-	@$(BIN)/python -m rig.cli.diff $${REF:+--ref="$$REF"} $${HOSTS:+--hosts="$$HOSTS"}
+diff: .venv/run ## [REF=commit] [HOSTS=gpu.py]: what an edit of inventory/ changes: flags, units, findings; no host
+	@$(RIG) diff $${REF:+--ref="$$REF"} $${HOSTS:+--hosts="$$HOSTS"}
 
 check: .venv/ready ## lint, types, layers and unit tests; under a minute
 	@$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
 	@report=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$report"; exit 1; }
-	@$(BIN)/python -m rig.maintain.schemas --check
+	@$(RIG) references --check
 	@$(BIN)/mypy --no-error-summary rig tasks files/hostkit/rigctl inventory config.py deploy.py benchmark.py tests
 	@$(BIN)/python -m pytest -q -n 2 -m 'not slow' tests/unit
 
 test: check ## everything CI runs: check, then the box from bare to a served answer
 	@$(BIN)/python -m pytest -q -n 2 -m slow tests/unit
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/clients.txt
+	@$(PIP) --require-hashes -r requirements/clients.txt
 	@$(BIN)/python -m pytest -q tests/edge # apt-get install haproxy
 	@$(BIN)/python -m pytest -q tests/staging tests/sandbox --ignore tests/sandbox/test_sudo.py
 	@$(BIN)/python -m pytest -q -m 'not long' tests/sandbox/test_sudo.py # compares with a box that nothing else has used
 
 test-drill: supported .venv/ready ## faults of units, adoption and interrupted deploys, on a box of its own (long)
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/bench.txt
+	@$(PIP) --require-hashes -r requirements/bench.txt
 	@$(BIN)/python -m pytest -q --real tests/drill
 	@$(BIN)/python -m pytest -q -m long tests/sandbox/test_sudo.py
 
@@ -124,30 +134,31 @@ test-kernel: .venv/ready ## kernel wheels with the real nvcc, every fault, then 
 	@$(BIN)/python -m pytest -q tests/kernel
 
 test-bench: .venv/ready ## the report in a real Chromium (apt-get install chromium)
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --require-hashes -r requirements/bench.txt
+	@$(PIP) --require-hashes -r requirements/bench.txt
 	@$(BIN)/python -m pytest -q tests/browser
 
 test-staging: .venv/ready ## staging of 64 shards, 4 GiB, with every fault (25 minutes)
 	@STAGING_SHARD_BYTES=67108864 $(BIN)/python -m pytest -q tests/staging
 
 schemas: .venv/ready ## write docs/schemas/ from the contract
-	@$(BIN)/python -m rig.maintain.schemas
+	@$(RIG) references
 
 format: .venv/ready ## format the code
 	@$(BIN)/ruff format --quiet . && $(BIN)/ruff check --quiet --fix .
 
 add-model: .venv/ready ## REPOSITORY=owner/name [CONFIG=file] [NAME=...] [RELEASE=...]: entries of a model from its config.json
-	@$(BIN)/python -m rig.maintain.add_model "$$REPOSITORY" $${CONFIG:+--config="$$CONFIG"} $${NAME:+--name="$$NAME"} $${RELEASE:+--release="$$RELEASE"}
+	@$(RIG) add-model "$$REPOSITORY" $${CONFIG:+--config="$$CONFIG"} $${NAME:+--name="$$NAME"} $${RELEASE:+--release="$$RELEASE"}
 
 release-add: .venv/ready ## ENGINE=vllm VERSION=x: lock a release, ask it, compare it with the newest, write its block
-	@PATH="$(BIN):$$PATH" $(BIN)/python -m rig.maintain.release_add "$$ENGINE" "$$VERSION"
+	@PATH="$(BIN):$$PATH" $(RIG) release-add "$$ENGINE" "$$VERSION"
 
 LOCK := $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
         --no-emit-find-links --custom-compile-command "make lock"
 lock: .venv/ready ## write the lock files anew from pyproject.toml and requirements.in
 	@$(LOCK) pyproject.toml --extra dev -o requirements/control.txt
+	@$(LOCK) -c requirements/control.txt pyproject.toml -o requirements/run.txt
 	@$(LOCK) files/hostkit/requirements.in -o files/hostkit/requirements.txt
 	@$(LOCK) -c requirements/control.txt requirements/bench.in -o requirements/bench.txt
 	@$(LOCK) -c requirements/control.txt requirements/clients.in -o requirements/clients.txt
 	@$(LOCK) --no-build files/bench/requirements.in -o files/bench/requirements.txt
-	@PATH="$(BIN):$$PATH" $(BIN)/python -m rig.maintain.locks
+	@PATH="$(BIN):$$PATH" $(RIG) locks

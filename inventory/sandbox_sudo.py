@@ -1,6 +1,6 @@
 """The box as a rented host often is: its login is `ubuntu`, with sudo, zsh and umask 077.
 
-KIMI_RIG_SANDBOX_PORT=2223 python -m rig.sandbox --name sandbox-sudo up --user ubuntu
+KIMI_RIG_SANDBOX_PORT=2223 kimi-rig sandbox --name sandbox-sudo up --user ubuntu
 """
 
 from rig.sandbox import Box as _Box

@@ -13,12 +13,13 @@ from rig.bench.acceptance_units import DEFINITIONS, Drafting
 from rig.catalog.entries import ROOT
 from rigctl.contract.order import Part, faults
 from rigctl.contract.sweep import Load, Round
+from rigctl.errors import RigctlError
 from rigctl.whole_files import write_whole
 
 DIRECTORY = ROOT / "ledger"
 
 
-class LedgerError(Exception):
+class LedgerError(RigctlError):
     """A ledger that cannot be read or written. The message names the file and what to do."""
 
 

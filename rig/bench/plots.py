@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rig.bench.analysis import Scene, Study, crossing
 from rig.bench.ledger import Reference
+from rigctl.errors import RigctlError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +39,7 @@ _STYLE = {
 }
 
 
-class PlottingMissing(Exception):
+class PlottingMissing(RigctlError):
     """matplotlib is not installed."""
 
 

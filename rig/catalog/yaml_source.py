@@ -11,6 +11,8 @@ from typing import Any
 import yaml
 from yaml.reader import ReaderError
 
+from rigctl.errors import RigctlError
+
 Key = tuple[str | int, ...]
 
 
@@ -18,7 +20,7 @@ DEEPEST = 40
 """Levels of a value; an alias that contains itself has no end."""
 
 
-class CatalogError(Exception):
+class CatalogError(RigctlError):
     """A wrong catalogue: the message names file, line and entry, and what to write instead."""
 
 

@@ -1,4 +1,4 @@
-"""`make plan` and `make deploy`: pyinfra's own command line, with exit codes that can be trusted.
+"""`kimi-rig plan` and `kimi-rig deploy`: pyinfra's own command line, with exit codes that can be trusted.
 
 pyinfra exits 0 for a mistyped inventory, a limit that matches nothing, an interrupt and a host that dropped out of
 several. So the wrapper counts hosts itself, lets every dry run say which hosts it got through (KIMI_RIG_PLAN_LOG), and
@@ -8,41 +8,52 @@ Exit codes: 0 converged (deploy) or nothing to do (plan); 1 failed; 2 something 
 as a pending reboot allows; 64 wrong usage.
 """
 
-import argparse
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import click
+
 from rig.catalog.entries import ROOT, check_all
 from rig.catalog.yaml_source import CatalogError
 from rig.cli import ssh
-from rig.cli.arguments import HOSTS, Options, Verbs, end_with_parent, limit_options, parse
+from rig.cli.arguments import (
+    CONVERGED,
+    FAILED,
+    REBOOT_PENDING,
+    WOULD_CHANGE,
+    end_with_parent,
+    inventory,
+    limit,
+    limit_options,
+    verb,
+)
 from rig.cli.connect import talk_text
+from rig.cli.progress import Progress, verbose
 from rig.operations.common import PLAN_LOG, REFUSED
 from rig.plan.host_plan import chosen_serving, reached, refuse_unknown
-from rig.plan.secrets import PROMPT, SecretError, ask, hand_on, read_certificate, read_certificates, read_secret
+from rig.plan.secrets import PROMPT, ask, hand_on, read_certificate, read_certificates, read_secret
+from rigctl.errors import RigctlError
 
 SECRETS = {"api_key_file": "API key for the engines", "hub_token_file": "token for the model hub"}
 """Host data that may say "prompt", and what the operator is asked for."""
 
 DEPLOY_FILE = "deploy.py"
 
-CONVERGED, FAILED, WOULD_CHANGE, REBOOT_PENDING = 0, 1, 2, 3
 EXAMPLE = re.compile(r"(^|\.)example\.(com|net|org)$")  # RFC 2606: never a real host
 
 
-class RunFailed(Exception):
+class RunFailed(RigctlError):
     """A run that cannot be trusted to have done what was asked. The message is for the operator."""
 
 
@@ -187,11 +198,11 @@ def check_values(inventory: str, names: Sequence[str]) -> None:
 
 def _limited(hosts: list[dict[str, Any]], inventory: str, limits: Sequence[str]) -> list[str]:
     chosen: list[str] = []
-    for limit in limits:
-        matching = [host["name"] for host in hosts if limit in host["groups"] or fnmatch(host["name"], limit)]
+    for one in limits:
+        matching = [host["name"] for host in hosts if one in host["groups"] or fnmatch(host["name"], one)]
         if not matching:
             names = ", ".join(host["name"] for host in hosts)
-            raise RunFailed(f"--limit {limit} matches no host of {inventory} (there are: {names})")
+            raise RunFailed(f"--limit {one} matches no host of {inventory} (there are: {names})")
         chosen += [name for name in matching if name not in chosen]
     return chosen
 
@@ -226,20 +237,36 @@ def run_pyinfra(
 
     set_: environment variables.
     """
+    command, settings = _command(inventory, limits, deploy_file, *extra, set_=set_ or {})
+    return subprocess.run(command, check=False, errors="replace", **settings, **more)
+
+
+def _command(
+    inventory: str, limits: Sequence[str], deploy_file: str, *extra: str, set_: Mapping[str, str]
+) -> tuple[list[str], dict[str, Any]]:
     options = [*limit_options(limits), "--data", f"ssh_config_file={ssh_config(inventory)}"]
     if deploy_file == DEPLOY_FILE:
         options += _prompted(inventory)
     # Descriptors of handed-on secrets are the only inheritable ones.
-    return subprocess.run(
-        pyinfra(*options, *extra, inventory, deploy_file),
-        check=False,
-        cwd=ROOT,
-        close_fds=False,
-        errors="replace",
-        preexec_fn=end_with_parent,
-        env={**os.environ, **(set_ or {})},
-        **more,
-    )
+    settings = {"cwd": ROOT, "close_fds": False, "preexec_fn": end_with_parent}
+    return pyinfra(*options, *extra, inventory, deploy_file), {
+        **settings,
+        "env": {"PYINFRA_PROGRESS": "off", **os.environ, **set_},
+    }
+
+
+def follow_pyinfra(
+    progress: Progress,
+    inventory: str,
+    limits: Sequence[str],
+    deploy_file: str,
+    *extra: str,
+    set_: Mapping[str, str] | None = None,
+) -> int:
+    """Run a deploy file for good; pyinfra's exit code. Its stages are phases of `progress`. Raises RunFailed."""
+    often = {"KIMI_RIG_REPORT_SECONDS": "2"} if progress.terminal else {}
+    command, settings = _command(inventory, limits, deploy_file, *extra, "-y", set_={**often, **(set_ or {})})
+    return progress.follow(command, **settings)
 
 
 def make_plan(
@@ -298,48 +325,100 @@ def plan_of(hosts: list[str], operations: Iterable[dict[str, Any]], entries: Ite
     return Plan(hosts, changes, pending, dict(said["notice"]), dict(said["finding"]), disk)
 
 
-def change_hosts(inventory: str, limits: Sequence[str], deploy_file: str, what: str, extra: Sequence[str] = ()) -> None:
+def change_hosts(
+    progress: Progress, inventory: str, limits: Sequence[str], deploy_file: str, extra: Sequence[str] = ()
+) -> None:
     """Run a deploy file for good. Raises RunFailed when pyinfra says that it failed."""
-    status = run_pyinfra(inventory, limits, deploy_file, *extra, "-y").returncode
+    status = follow_pyinfra(progress, inventory, limits, deploy_file, *extra)
     if status != 0:
-        raise RunFailed(f"the {what} failed (pyinfra's exit code {status}); the next one goes on where it ended")
+        raise RunFailed(
+            f"pyinfra's exit code is {status}; the next run goes on where this one ended\n{progress.trouble()}"
+        )
+    progress.end()
 
 
-def plan_command(arguments: argparse.Namespace) -> int:
-    """Print the plan, write it as JSON, say by the exit code whether something would change."""
-    plan = make_plan(arguments.inventory, arguments.limit, arguments.pyinfra)
+_json = click.option("--json", "file", type=Path, help="Where to write the plan; default .plan/<inventory>.json.")
+_more = click.option("--pyinfra", "extra", multiple=True, metavar="OPTION", help="A further option for pyinfra.")
+
+
+@verb("plan")
+@inventory
+@limit
+@_json
+@_more
+def plan_command(inventory: str, limits: Sequence[str], file: Path | None, extra: Sequence[str]) -> int:
+    """Show what a deploy would change on the hosts of INVENTORY (such as inventory/gpu.py). Changes nothing.
+
+    Exit codes: 0 nothing, 2 something, 3 nothing but a reboot is pending, 1 failed, or a deploy would be refused.
+    """
+    check_all()
+    plan = make_plan(inventory, limits, extra)
     print(plan.text(), flush=True)
-    _write_json(plan, arguments)
+    _write_json(plan, inventory, file)
     return plan.exit_code(WOULD_CHANGE)
 
 
-def deploy_command(arguments: argparse.Namespace) -> int:
-    """Deploy, then look again: only a plan with nothing left to do is success.
+@verb("deploy", "what was begun on the host is finished by the next deploy")
+@inventory
+@limit
+@_json
+@_more
+@click.option("--reboot", is_flag=True, help="Reboot where boot-time settings wait for it.")
+@verbose
+def deploy_command(
+    inventory: str, limits: Sequence[str], file: Path | None, extra: tuple[str, ...], *, reboot: bool, verbose: bool
+) -> int:
+    """Bring the hosts of INVENTORY (such as inventory/gpu.py) to the state that it describes.
+
+    A plan comes first: what would be refused at the end is refused before the first step. Another one comes last: only
+    with nothing left to do the deploy has succeeded.
+
+    Exit codes: 0 converged, 3 converged as far as a pending reboot allows, 1 failed.
+    """
+    check_all()
+    progress = Progress(f"deploy-{Path(inventory).stem}", verbose=verbose)
+    more = ("--data", "reboot=yes") if reboot else ()
+    plan = deploy(progress, inventory, limits, (*extra, *more), file)
+    print(talk_text(inventory_hosts(inventory), plan.hosts))
+    print("converged: " + ", ".join(plan.hosts))
+    for host, why in plan.pending.items():
+        print(f"{host}: reboot pending: {why}")
+    return plan.exit_code(FAILED)
+
+
+def deploy(
+    progress: Progress, inventory: str, limits: Sequence[str], extra: Sequence[str] = (), file: Path | None = None
+) -> Plan:
+    """Deploy, then plan again: only a plan with nothing left to do, which is returned, is success. Raises RunFailed.
 
     What would be refused at its end, after engines and 595 GB, is refused before its first step.
     """
-    print("looking before the first step", flush=True)
-    plan = make_plan(arguments.inventory, arguments.limit, arguments.pyinfra, quiet=True)
+    progress.begin("plan")
+    plan = make_plan(inventory, limits, extra, quiet=True)
     if plan.refusals:
         raise RunFailed("refused, nothing was changed on any host:\n" + "\n".join(plan.refusals))
-    before = plan.findings  # the run below reports them
-    change_hosts(arguments.inventory, arguments.limit, DEPLOY_FILE, "deploy", arguments.pyinfra)
+    progress.end(f"{len(plan.changes)} operations would change something")
+    before = plan.findings
+    print_findings(plan, {})
     if plan.changes:
-        plan = make_plan(arguments.inventory, arguments.limit, arguments.pyinfra, quiet=True)
-    _write_json(plan, arguments)
-    code = plan.exit_code(FAILED)
-    if code == FAILED:
+        change_hosts(progress, inventory, limits, DEPLOY_FILE, extra)
+        progress.begin("plan again")
+        plan = make_plan(inventory, limits, extra, quiet=True)
+        progress.end(f"{len(plan.changes)} operations are left")
+    _write_json(plan, inventory, file)
+    if plan.exit_code(FAILED) == FAILED:
         raise RunFailed(f"not converged, this is left to do:\n{plan.text()}")
     print_notices(plan)
+    print_findings(plan, before)
+    return plan
+
+
+def print_findings(plan: Plan, before: Mapping[str, Sequence[str]]) -> None:
+    """What the preflight reports and does not refuse, unless an earlier plan has reported it."""
     for host, findings in plan.findings.items():
         for text in findings:
             if text not in before.get(host, []):
                 print(f"{host}: {text}")
-    print(talk_text(inventory_hosts(arguments.inventory), plan.hosts))
-    print("converged: " + ", ".join(plan.hosts))
-    for host, why in plan.pending.items():
-        print(f"{host}: reboot pending: {why}")
-    return code
 
 
 def print_notices(plan: Plan) -> None:
@@ -349,55 +428,13 @@ def print_notices(plan: Plan) -> None:
             print(f"{host}: note: {text}")
 
 
-def _write_json(plan: Plan, arguments: argparse.Namespace) -> None:
-    path = Path(arguments.json or ROOT / ".plan" / f"{Path(arguments.inventory).stem}.json")
+def _write_json(plan: Plan, inventory: str, file: Path | None) -> None:
+    path = file or ROOT / ".plan" / f"{Path(inventory).stem}.json"
     document = {**asdict(plan), "refusals": plan.refusals}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        if arguments.json:
+        if file:
             raise RunFailed(f"{path} cannot be written: {error.strerror}") from None
         print(f"note: the plan is not kept: {path} cannot be written: {error.strerror}", file=sys.stderr)
-
-
-def ended(work: Callable[[], int], when_interrupted: str = "", also: tuple[type[Exception], ...] = ()) -> int:
-    """The exit code of a command's work; every failure is one message and exit code 1, an interrupt too.
-
-    also: further exceptions whose message is for the operator.
-    """
-    # Also where the caller ignores interrupts (a job in the background): pyinfra would end with 0 and be believed.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    told: tuple[type[Exception], ...] = (CatalogError, RunFailed, SecretError, *also)
-    try:
-        return work()
-    except told as error:
-        print(f"failed: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"failed: {error.filename}: {error.strerror}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print(f"failed: interrupted{when_interrupted and f'; {when_interrupted}'}", file=sys.stderr)
-    return FAILED
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `plan` or `deploy`; every failure is one message and exit code 1, an interrupt too."""
-    options: Options = {
-        **HOSTS,
-        "--json": {"help": "where to write the plan (default .plan/<inventory>.json)"},
-        "--pyinfra": {"action": "append", "default": [], "help": "a further option for pyinfra"},
-    }
-    verbs: Verbs = {"plan": (plan_command, "show", options), "deploy": (deploy_command, "change", options)}
-    arguments = parse("rig.cli.converge", __doc__, argv, verbs=verbs)
-
-    def work() -> int:
-        check_all()
-        code: int = arguments.run(arguments)
-        return code
-
-    return ended(work, "what was begun on the host is finished by the next deploy")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

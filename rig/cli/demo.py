@@ -1,62 +1,55 @@
-"""`make demo`: from nothing to a served answer on this machine, with the time each phase took."""
+"""`kimi-rig demo`: from nothing to a served answer on this machine, with the time each phase took."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from rig.catalog.entries import ROOT, load_catalog
 from rig.cli import converge
-from rig.cli.arguments import parse
-from rig.sandbox import Box, SandboxError
+from rig.cli.arguments import verb
+from rig.cli.progress import Progress, verbose
+from rig.sandbox import Box
 from rigctl.contract.layout import unit_name
+from rigctl.errors import RigctlError
 
 INVENTORY = "inventory/sandbox.py"
 CONFIGURATION = "vllm-eagle3-custom"
 ENGINE_PORT = load_catalog("sandbox.yaml").serving[CONFIGURATION].listen.port
 PROMPT = "Who are you?"
+START = f"""unit={unit_name(CONFIGURATION)}; systemctl start $unit & start=$!
+while sleep 1; kill -0 $start 2>/dev/null; do systemctl show -P StatusText $unit; done; wait $start"""
+"""Shell: start it, and say meanwhile what the supervisor says of the load."""
 
 
-class DemoFailed(Exception):
-    """A phase failed; its own messages stand above."""
+class DemoFailed(RigctlError):
+    """A phase failed; the message says why."""
 
 
-@contextmanager
-def phase(title: str, took: dict[str, float]) -> Iterator[None]:
-    """Announce a phase and keep its seconds."""
-    print(f"\n== {title}", flush=True)
+def demo(progress: Progress) -> None:
+    """Boot the box, deploy, start a configuration, ask it something. Raises DemoFailed, RunFailed."""
     begun = time.monotonic()
-    yield
-    took[title] = time.monotonic() - begun
-
-
-def demo() -> None:
-    """Boot the box, deploy, start a configuration, ask it something. Raises DemoFailed or SandboxError."""
-    took: dict[str, float] = {}
     box = Box()
     _port_free_or_ours(box)
-    with phase("boot the sandbox", took):
-        _must(lambda: subprocess.run([sys.executable, "-m", "rig.sandbox", "up"], check=False, cwd=ROOT).returncode)
-    with phase(f"deploy {INVENTORY}", took):
-        # A box that has converged needs no deploy; the plan says so in seconds.
-        if converge.main(["plan", INVENTORY]) != converge.CONVERGED:
-            _must(lambda: converge.main(["deploy", INVENTORY]))
-    with phase(f"start {unit_name(CONFIGURATION)}", took):
-        _must(
-            lambda: (
-                subprocess.run(box.ssh_command(f"systemctl start {unit_name(CONFIGURATION)}"), check=False).returncode
-            )
-        )
-    with phase("ask it", took):
-        answer = _ask(box)
-    _print(answer, took)
+    _follow(progress, "box", [sys.executable, "-m", "rig", "sandbox", "up"])
+    converge.deploy(progress, INVENTORY, ())
+    _follow(progress, "start", box.ssh_command(START))
+    progress.begin("ask")
+    answer = _ask(box)
+    progress.end()
+    _print(answer, time.monotonic() - begun)
     if answer["accepted"] != answer["drafted"]:
         raise DemoFailed("this drafter is always right, yet tokens of it were not accepted: see `rigctl status`")
+
+
+def _follow(progress: Progress, title: str, command: Sequence[str]) -> None:
+    progress.begin(title)
+    if progress.follow(command, plain=True, cwd=ROOT) != 0:
+        raise DemoFailed(f"{title}:\n{progress.trouble()}")
+    progress.end()
 
 
 def _port_free_or_ours(box: Box) -> None:
@@ -71,28 +64,23 @@ def _port_free_or_ours(box: Box) -> None:
         raise DemoFailed(f"port {ENGINE_PORT} on 127.0.0.1 is taken by something else; end it and run the demo again")
 
 
-def _must(run: Callable[[], int]) -> None:
-    if run() != 0:
-        raise DemoFailed("its own messages stand above")
-
-
 def _ask(box: Box) -> dict[str, Any]:
     command = f"rigctl chat --json --configuration {CONFIGURATION} '{PROMPT}'"
-    result = subprocess.run(box.ssh_command(command), stdout=subprocess.PIPE, errors="replace", check=False)
+    result = subprocess.run(box.ssh_command(command), capture_output=True, errors="replace", check=False)
     if result.returncode != 0:
-        raise DemoFailed("its own messages stand above")
+        raise DemoFailed(f"{command}: {result.stderr.strip()}")
     answer: dict[str, Any] = json.loads(result.stdout)
     return answer
 
 
-def _print(answer: dict[str, Any], took: dict[str, float]) -> None:
+def _print(answer: dict[str, Any], seconds: float) -> None:
     print(f"\nYou:   {PROMPT}\nModel: {answer['content'].strip()}\n")
     print(f"configuration  {answer['configuration']}")
     print(
         f"speculation    {answer['accepted']} of {answer['drafted']} drafted tokens accepted, "
         f"acceptance length {answer['acceptance_length']:.2f} (the engine's own counters)"
     )
-    print("elapsed        " + ", ".join(f"{title} {seconds:.0f} s" for title, seconds in took.items()))
+    print(f"answered       after {seconds:.0f} s")
     print(
         "\nLook further:\n"
         '  make sandbox-ssh CMD="rigctl status"          what runs, and how its drafter does\n'
@@ -104,18 +92,11 @@ def _print(answer: dict[str, Any], took: dict[str, float]) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 when an answer came, else 1 with the reason."""
-    parse("rig.cli.demo", __doc__, argv)
-    os.environ.setdefault("PYINFRA_PROGRESS", "off")
+@verb("demo", "run it again to go on, or `make sandbox-rm`")
+@verbose
+def demo_command(*, verbose: bool) -> None:
+    """Boot the sandbox, deploy to it, start a configuration, ask it something, print its answer.
 
-    def work() -> int:
-        demo()
-        return 0
-
-    again = "run it again to go on, or `make sandbox-rm`"
-    return converge.ended(work, again, (DemoFailed, SandboxError))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    Exit codes: 0 an answer came, 1 not.
+    """
+    demo(Progress("demo", verbose=verbose))

@@ -1,35 +1,28 @@
-"""`make diff`: what an edit of inventory/ changes, before any host is asked: entries, flags, units and findings.
-
-The inventory of a commit (REF, default HEAD) and the one of the working tree are planned by the same code for the
-recorded host with eight cards (rig/facts/turin-direct.json). Exit codes: 0 compared, 1 the edited inventory is wrong or
-cannot be compared, 64 wrong usage.
-"""
+"""`kimi-rig diff`: what an edit of inventory/ changes, before any host is asked: entries, flags, units and findings."""
 
 import difflib
 import itertools
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import click
 
 from rig.artifacts.checkpoint_orders import unpinned
 from rig.artifacts.host_checks import findings
 from rig.artifacts.units import unit_files
 from rig.catalog.entries import SECTIONS, catalogues_of, check_all, inventory_directory, load_catalog, overlays
 from rig.catalog.yaml_source import CatalogError
-from rig.cli.arguments import Options, parse
-from rig.cli.converge import CONVERGED, FAILED, RunFailed, ended, inventory_hosts
+from rig.cli.arguments import CONVERGED, FAILED, verb
+from rig.cli.converge import RunFailed, inventory_hosts
 from rig.cli.tour import recorded_plan
 from rig.plan.host_plan import HostPlan
 
 ENTRIES = "entries"
-OPTIONS: Options = {
-    "--ref": {"default": "HEAD", "help": "commit, branch or tag to compare with; default HEAD"},
-    "--hosts": {"default": "gpu.py", "help": "file of the inventory with the hosts; default gpu.py"},
-}
 Lines = dict[str, list[str]]
 """Name of an entry, unit or order -> what it says, line by line. Findings have no name."""
 
@@ -147,28 +140,28 @@ def at_commit(directory: Path, reference: str, scratch: str) -> Path:
     return target
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print what the edit changes."""
-    arguments = parse("rig.cli.diff", __doc__, argv, OPTIONS)
+@verb("diff")
+@click.option("--ref", default="HEAD", show_default=True, help="Commit, branch or tag to compare with.")
+@click.option("--hosts", default="gpu.py", show_default=True, help="File of the inventory with the hosts.")
+def diff_command(ref: str, hosts: str) -> int:
+    """Print what an edit of inventory/ changes: entries, flags, units and findings. No host is asked.
+
+    The inventory of a commit and the one of the working tree are planned by the same code for the recorded host with
+    eight cards (rig/facts/turin-direct.json).
+
+    Exit codes: 0 compared; 1 the edited inventory is wrong or cannot be compared.
+    """
     directory = inventory_directory()
-
-    def work() -> int:
-        check_all(directory)
-        inventory_hosts(str(directory / arguments.hosts))  # a mistyped name is refused
-        after = planned(directory, arguments.hosts)
-        with tempfile.TemporaryDirectory(prefix="kimi-rig-diff-") as scratch:
-            before = planned(at_commit(directory, arguments.ref, scratch), arguments.hosts)
-        for inventory, side in ((arguments.ref, before), ("the edited inventory", after)):
-            for title, why in side.wrong.items():
-                print(f"{inventory}: {title}: not compared: {why}")
-        said = list(differences(before, after))
-        print("\n".join(said) or f"nothing differs from {arguments.ref}")
-        if any(line.startswith("host ") for line in said):
-            print("a unit becomes stale by its [Service] lines: `After`, `Conflicts` and descriptions restart nothing")
-        return FAILED if after.wrong else CONVERGED
-
-    return ended(work)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    check_all(directory)
+    inventory_hosts(str(directory / hosts))  # a mistyped name is refused
+    after = planned(directory, hosts)
+    with tempfile.TemporaryDirectory(prefix="kimi-rig-diff-") as scratch:
+        before = planned(at_commit(directory, ref, scratch), hosts)
+    for inventory, side in ((ref, before), ("the edited inventory", after)):
+        for title, why in side.wrong.items():
+            print(f"{inventory}: {title}: not compared: {why}")
+    said = list(differences(before, after))
+    print("\n".join(said) or f"nothing differs from {ref}")
+    if any(line.startswith("host ") for line in said):
+        print("a unit becomes stale by its [Service] lines: `After`, `Conflicts` and descriptions restart nothing")
+    return FAILED if after.wrong else CONVERGED

@@ -1,7 +1,4 @@
-"""`make explain`: the page of each host of an inventory, or of recorded facts; changes nothing.
-
-Exit codes: 0 printed; 1 a host could not be read.
-"""
+"""`kimi-rig explain`: the page of each host of an inventory, or of recorded facts; changes nothing."""
 
 import json
 import tempfile
@@ -9,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+
 from rig.artifacts.host_checks import findings
 from rig.catalog.entries import check_all, load_catalog
-from rig.cli.arguments import LIMIT, Options, parse
-from rig.cli.converge import RunFailed, asked_hosts, ended, run_pyinfra
+from rig.cli.arguments import limit, verb
+from rig.cli.converge import RunFailed, asked_hosts, run_pyinfra
 from rig.facts.host import FactsError, HostFacts, parse_host
 from rig.host.explanation import explain_json, explain_text
 from rig.host.topology import Decision, decide
@@ -20,13 +19,6 @@ from rig.plan.drafter_layers import drafters_json, drafters_text
 from rig.plan.host_plan import HostPlan, recorded_workloads
 from rig.plan.model_defaults import defaults_json, defaults_text
 
-OPTIONS: Options = {
-    "inventory": {"nargs": "?", "help": "such as inventory/gpu.py"},
-    "--facts": {"type": Path, "help": "a recorded document of remote_script.py instead of a live host"},
-    "--format": {"choices": ("text", "json"), "default": "text"},
-    "--all": {"action": "store_true", "help": "whole reasons, every report, and what is left alone"},
-    **LIMIT,
-}
 PAGES = "KIMI_RIG_PAGES"
 """Environment variable: file that tasks/explain.py appends a JSON line a host to."""
 
@@ -79,24 +71,24 @@ def recorded_page(path: Path) -> dict[str, Any]:
     return {"host": path.stem, **_texts(path.stem, facts, decision, each), "json": document}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the pages."""
-    arguments = parse("rig.cli.explain", __doc__, argv, OPTIONS)
-    if (arguments.inventory is None) == (arguments.facts is None):
-        arguments.error("name an inventory, or --facts with a recorded document")
+@verb("explain")
+@click.argument("inventory", required=False)
+@limit
+@click.option("--facts", type=Path, help="A recorded document of remote_script.py instead of live hosts.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--all", "everything", is_flag=True, help="Whole reasons, every report, and what is left alone.")
+def explain_command(
+    inventory: str | None, limits: Sequence[str], facts: Path | None, form: str, *, everything: bool
+) -> None:
+    """Print what is set on each host of INVENTORY (such as inventory/gpu.py), what not, and why. Changes nothing.
 
-    def work() -> int:
-        check_all()
-        facts, inventory = arguments.facts, arguments.inventory
-        pages = [recorded_page(facts)] if facts else live_pages(inventory, arguments.limit)
-        if arguments.format == "json":
-            print(json.dumps([page["json"] for page in pages], indent=2))
-        else:
-            print("\n".join(page["all" if arguments.all else "text"] for page in pages), end="")
-        return 0
-
-    return ended(work)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    Exit codes: 0 printed; 1 a host could not be read.
+    """
+    if (facts is None and inventory is None) or (facts and inventory):
+        raise click.UsageError("name an inventory, or --facts with a recorded document")
+    check_all()
+    pages = [recorded_page(facts)] if facts else live_pages(str(inventory), limits)
+    if form == "json":
+        print(json.dumps([page["json"] for page in pages], indent=2))
+    else:
+        print("\n".join(page["all" if everything else "text"] for page in pages), end="")

@@ -1,47 +1,46 @@
-"""`make rollback`: hosts return to the state before their last deploy: environments, units and flags together.
+"""`kimi-rig rollback`: hosts return to the state before their last deploy: environments, units and flags together."""
 
-Nothing is started or stopped beyond the host's restart policy. Shows what it does first. Exit codes: 0 rolled back;
-2 (--plan) it would change something; 1 failed, or there is nothing to return to.
-"""
-
-import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
-from rig.cli.arguments import HOSTS, Options, parse
-from rig.cli.converge import CONVERGED, WOULD_CHANGE, RunFailed, change_hosts, ended, make_plan, print_notices
+import click
+
+from rig.cli.arguments import CONVERGED, WOULD_CHANGE, inventory, limit, verb
+from rig.cli.converge import RunFailed, change_hosts, make_plan, print_notices
+from rig.cli.progress import Progress, verbose
 
 DEPLOY_FILE = "tasks/rollback.py"
-OPTIONS: Options = {
-    **HOSTS,
-    "--to": {"help": "a state of the host's by its id; default: the one before the present one"},
-    "--plan": {"action": "store_true", "help": "only show what would change"},
-}
 
 
-def rollback(arguments: argparse.Namespace) -> int:
-    """Show, roll back, look again. Raises RunFailed when a host is not in its earlier state."""
+@verb("rollback", "run it again to finish")
+@inventory
+@limit
+@click.option("--to", "state", help="A state of the host's by its id; default: the one before the present one.")
+@click.option("--plan", "only_plan", is_flag=True, help="Only show what would change.")
+@verbose
+def rollback_command(
+    inventory: str, limits: Sequence[str], state: str | None, *, only_plan: bool, verbose: bool
+) -> int:
+    """Return the hosts of INVENTORY (such as inventory/gpu.py) to the state before their last deploy.
+
+    Environments, units and flags return together. Shows what it does first. Nothing is started or stopped beyond the
+    host's restart policy.
+
+    Exit codes: 0 rolled back; 2 (--plan) something would change; 1 failed, or there is nothing to return to.
+    """
     # Quoted: pyinfra would read an identity of digits as a number.
-    to = ["--data", f'rollback_to="{arguments.to}"'] if arguments.to else []
-    plan = make_plan(arguments.inventory, arguments.limit, to, DEPLOY_FILE)
+    to = ["--data", f'rollback_to="{state}"'] if state else []
+    plan = make_plan(inventory, limits, to, DEPLOY_FILE, quiet=True)
     print(plan.text(), flush=True)
     if plan.refusals:
         raise RunFailed("\n".join(plan.refusals))
-    if arguments.plan:
+    if only_plan:
         return plan.exit_code(WOULD_CHANGE)
-    change_hosts(arguments.inventory, arguments.limit, DEPLOY_FILE, "rollback", to)
-    left = make_plan(arguments.inventory, arguments.limit, ["--data", "rollback_again=yes"], DEPLOY_FILE)
+    progress = Progress(f"rollback-{Path(inventory).stem}", verbose=verbose)
+    change_hosts(progress, inventory, limits, DEPLOY_FILE, to)
+    left = make_plan(inventory, limits, ["--data", "rollback_again=yes"], DEPLOY_FILE, quiet=True)
     if left.changes:
         raise RunFailed(f"not rolled back, this is left to do:\n{left.text()}")
     print_notices(left)
     print("rolled back: " + ", ".join(left.hosts))
     return CONVERGED
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the rollback; every failure is one message and exit code 1."""
-    arguments = parse("rig.cli.rollback", __doc__, argv, OPTIONS)
-    return ended(lambda: rollback(arguments), "run it again to finish")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,8 +1,7 @@
-"""`make status`: one line a host: what serves, since when, how its drafter does, drift, pending reboot.
+"""`kimi-rig status`: one line a host: what serves, since when, how its drafter does, drift, pending reboot.
 
-One ssh command a host, all hosts at once; reads only. Exit codes: 0 every host answered, 1 one did not, or a failure.
-Drift is what can be told cheaply: the host's receipt against this repository, and recorded files that are gone.
-`make verify` proves the rest.
+One ssh command a host, all hosts at once. Drift is what can be found cheaply: the host's receipt against this
+repository, and recorded files that are gone. `kimi-rig verify` proves the rest.
 """
 
 import json
@@ -17,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Annotated, Any
 
+import click
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from rig.artifacts.disk import disk
@@ -25,9 +25,9 @@ from rig.artifacts.rollback_states import rollback_text, rolled_back
 from rig.catalog.entries import check_all
 from rig.catalog.yaml_source import CatalogError
 from rig.cli import ssh
-from rig.cli.arguments import HOSTS, parse
+from rig.cli.arguments import FAILED, inventory, limit, verb
 from rig.cli.connect import ssh_words
-from rig.cli.converge import FAILED, asked_hosts, ended, inventory_hosts, ssh_config
+from rig.cli.converge import asked_hosts, inventory_hosts, ssh_config
 from rig.facts.report import HostReport
 from rig.host.disk import size
 from rig.host.settings import HostSettings
@@ -276,24 +276,21 @@ def status(inventory: str, limits: Sequence[str]) -> list[HostStatus]:
         return list(pool.map(lambda name: ask(name, data[name], config), names))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the status of all hosts; 0 when every one answered."""
-    json_list = {"--json": {"action": "store_true", "help": "the same as one JSON list"}}
-    arguments = parse("rig.cli.status", __doc__, argv, {**HOSTS, **json_list})
+@verb("status")
+@inventory
+@limit
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON list.")
+def status_command(inventory: str, limits: Sequence[str], *, as_json: bool) -> int:
+    """Print one line for each host of INVENTORY: what serves, since when, how its drafter does, drift, pending reboot.
 
-    def work() -> int:
-        check_all()
-        found = status(arguments.inventory, arguments.limit)
-        print(json.dumps([asdict(one) for one in found], indent=2) if arguments.json else lines(found))
-        return 0 if all(one.reached for one in found) else FAILED
-
-    return ended(work)
+    Reads only. Exit codes: 0 every host answered, 1 one did not, or a failure.
+    """
+    check_all()
+    found = status(inventory, limits)
+    print(json.dumps([asdict(one) for one in found], indent=2) if as_json else lines(found))
+    return 0 if all(one.reached for one in found) else FAILED
 
 
 def lines(found: Sequence[HostStatus]) -> str:
     """One line a host."""
     return "\n".join(one.line() for one in found)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""`make tour`: what kimi-rig does to a host with eight cards, from recorded facts. No host, no root, under a minute.
+"""`kimi-rig tour`: what it does to a host with eight cards, from recorded facts. No host, no root, under a minute.
 
 The plan is the deploy's own dry run; unit and explanation are what the deploy would write.
 """
@@ -6,13 +6,15 @@ The plan is the deploy's own dry run; unit and explanation are what the deploy w
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import click
+
 from rig.artifacts.units import unit_file
 from rig.bench import ledger
 from rig.bench.report import markdown
 from rig.catalog.entries import ROOT
-from rig.cli.arguments import parse
+from rig.cli.arguments import verb
 from rig.cli.connect import talk_text
-from rig.cli.converge import ended, inventory_hosts, make_plan
+from rig.cli.converge import inventory_hosts, make_plan
 from rig.facts.host import parse_host
 from rig.host.explanation import explain_text
 from rig.plan.drafter_layers import drafters_text
@@ -57,23 +59,15 @@ PAGES: dict[str, tuple[str, Callable[[HostPlan], str]]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the pages asked for, all by default; 0, or 1 with the reason."""
-    pages = {"pages": {"nargs": "*", "metavar": "PAGE", "help": f"of {', '.join(PAGES)}; default all"}}
-    arguments = parse("rig.cli.tour", __doc__, argv, pages)
-    if unknown := sorted(set(arguments.pages) - set(PAGES)):
-        arguments.error(f"no page {', '.join(unknown)}; there are {', '.join(PAGES)}")
+@verb("tour")
+@click.argument("pages", nargs=-1, type=click.Choice([*PAGES]), metavar="[PAGE]...")
+def tour_command(pages: Sequence[str]) -> None:
+    """Show what kimi-rig does to a host with eight cards, from recorded facts. No host, no root, under a minute.
 
-    def work() -> int:
-        [host] = inventory_hosts(INVENTORY)
-        plan = recorded_plan(host["data"])
-        for name in arguments.pages or PAGES:
-            title, page = PAGES[name]
-            print(f"== {title}\n\n{page(plan)}\n", flush=True)
-        return 0
-
-    return ended(work, also=(ledger.LedgerError,))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    PAGE: plan, unit, explain, report or talk; default all.
+    """
+    [host] = inventory_hosts(INVENTORY)
+    plan = recorded_plan(host["data"])
+    for name in pages or PAGES:
+        title, page = PAGES[name]
+        print(f"== {title}\n\n{page(plan)}\n", flush=True)

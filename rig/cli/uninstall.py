@@ -1,22 +1,16 @@
-"""`make uninstall`: remove from hosts what their own record lists as brought by us, and nothing else.
+"""`kimi-rig uninstall`: remove from hosts what their own record lists as brought by us, and nothing else."""
 
-The model and drafters that were there before, training data, and packages that something else needs stay. Shows what
-would go first, then asks (or takes --yes). Exit codes: 0 nothing of ours is left; 1 failed or not agreed to.
-"""
-
-import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from rig.cli.arguments import HOSTS, Options, parse
-from rig.cli.converge import CONVERGED, FAILED, Plan, RunFailed, change_hosts, ended, make_plan
+import click
+
+from rig.cli.arguments import CONVERGED, FAILED, inventory, limit, verb
+from rig.cli.converge import Plan, RunFailed, change_hosts, make_plan
+from rig.cli.progress import Progress, verbose
 
 DEPLOY_FILE = "tasks/uninstall.py"
-OPTIONS: Options = {
-    **HOSTS,
-    "--plan": {"action": "store_true", "help": "only show what would be removed"},
-    "--yes": {"action": "store_true", "help": "do not ask"},
-}
 
 
 def text(plan: Plan) -> str:
@@ -30,10 +24,8 @@ def text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def agreed(arguments: argparse.Namespace) -> bool:
+def agreed() -> bool:
     """Whether the operator wants it. Raises RunFailed where nobody can be asked."""
-    if arguments.yes:
-        return True
     if not sys.stdin.isatty():
         raise RunFailed("nothing was removed: there is no terminal to ask on; say YES=1 (--yes) to remove this")
     try:
@@ -42,28 +34,30 @@ def agreed(arguments: argparse.Namespace) -> bool:
         return False
 
 
-def uninstall(arguments: argparse.Namespace) -> int:
-    """Show, ask, remove, look again. Raises RunFailed when something of ours is left."""
-    plan = make_plan(arguments.inventory, arguments.limit, deploy_file=DEPLOY_FILE)
+@verb("uninstall", "run it again to finish")
+@inventory
+@limit
+@click.option("--plan", "only_plan", is_flag=True, help="Only show what would be removed.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@verbose
+def uninstall_command(inventory: str, limits: Sequence[str], *, only_plan: bool, yes: bool, verbose: bool) -> int:
+    """Remove from the hosts of INVENTORY what their own record lists as brought by us, and nothing else.
+
+    The model and drafters that were there before, training data, and packages that something else needs stay. Shows
+    what would be removed first, then asks.
+
+    Exit codes: 0 nothing of ours is left; 1 failed or not agreed to.
+    """
+    plan = make_plan(inventory, limits, deploy_file=DEPLOY_FILE, quiet=True)
     print(text(plan), flush=True)
-    if not plan.changes or arguments.plan:
+    if not plan.changes or only_plan:
         return CONVERGED
-    if not agreed(arguments):
+    if not (yes or agreed()):
         print("nothing was removed")
         return FAILED
-    change_hosts(arguments.inventory, arguments.limit, DEPLOY_FILE, "uninstall")
-    left = make_plan(arguments.inventory, arguments.limit, deploy_file=DEPLOY_FILE)
+    change_hosts(Progress(f"uninstall-{Path(inventory).stem}", verbose=verbose), inventory, limits, DEPLOY_FILE)
+    left = make_plan(inventory, limits, deploy_file=DEPLOY_FILE, quiet=True)
     if left.changes:
         raise RunFailed(f"this is left:\n{text(left)}")
     print("removed: " + ", ".join(plan.hosts))
     return CONVERGED
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the uninstall; every failure is one message and exit code 1."""
-    arguments = parse("rig.cli.uninstall", __doc__, argv, OPTIONS)
-    return ended(lambda: uninstall(arguments), "run it again to finish")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

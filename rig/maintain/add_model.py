@@ -1,18 +1,15 @@
-"""`make add-model REPOSITORY=owner/name`: a checkpoint and a serving entry from a model's config.json, marked unproved.
-
-The config comes from the hub, or from CONFIG=file. What it says is checked against what the release registers; what
-it does not say is named. Nothing is fetched but that file. Exit codes: 0 written, 1 not, 64 wrong usage.
-"""
+"""`kimi-rig add-model`: a checkpoint and a serving entry from a model's config.json, marked unproved."""
 
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import click
 import yaml
 
 from rig.catalog.entries import (
@@ -23,8 +20,7 @@ from rig.catalog.entries import (
     load_catalog,
     recorded_names,
 )
-from rig.cli.arguments import Options, parse
-from rig.cli.converge import ended
+from rig.cli.arguments import verb
 from rig.host.model_memory import NUMBERS, OWN_CACHES, WORDS
 from rig.maintain.release_add import all_or_nothing
 from rigctl import engine_registry
@@ -33,13 +29,6 @@ from rigctl.contract.order import nearest
 from rigctl.errors import RigctlError
 from rigctl.whole_files import write_whole
 
-OPTIONS: Options = {
-    "repository": {"help": "OWNER/NAME on the hub"},
-    "--config": {"type": Path, "help": "its config.json, where the hub is not to be asked"},
-    "--name": {"help": "of both entries; default: the repository's, in small letters"},
-    "--release": {"help": "that serves it; default: the newest vLLM that knows its architecture"},
-    "--env": {"type": Path, "help": "the release's environment, whose registry is asked instead of the record"},
-}
 HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Keys by which families say how many layers of an MTP head they have (rigctl/checkpoints/fit.py)."""
 CARD_BYTES = 0.8 * 97_887 * 2**20
@@ -49,7 +38,7 @@ LONGEST = 131_072
 REQUESTS = 32
 
 
-class AddFailed(Exception):
+class AddFailed(RigctlError):
     """Nothing was written; the text says why and what to do."""
 
 
@@ -248,17 +237,18 @@ def add(repository: str, config: Path | None, name: str | None, release: str | N
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Add one model."""
-    arguments = parse("rig.maintain.add_model", __doc__, argv, OPTIONS)
+@verb("add-model", "nothing was written")
+@click.argument("repository")
+@click.option("--config", type=Path, help="Its config.json, where the hub is not to be asked.")
+@click.option("--name", help="Of both entries; default: the repository's, in small letters.")
+@click.option("--release", help="That serves it; default: the newest vLLM that knows its architecture.")
+@click.option("--env", type=Path, help="The release's environment, whose registry is asked instead of the record.")
+def add_model_command(
+    repository: str, config: Path | None, name: str | None, release: str | None, env: Path | None
+) -> None:
+    """Write a checkpoint and a serving entry for REPOSITORY (OWNER/NAME on the hub) from its config.json, as unproved.
 
-    def work() -> int:
-        keys = ("repository", "config", "name", "release", "env")
-        print("\n".join(add(*(getattr(arguments, key) for key in keys))))
-        return 0
-
-    return ended(work, "nothing was written", (AddFailed,))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    What the config says is checked against what the release registers; what it does not say is named. Nothing is
+    fetched but that file. Exit codes: 0 written, 1 not.
+    """
+    print("\n".join(add(repository, config, name, release, env)))

@@ -1,8 +1,4 @@
-"""Make the engines' lock files from files/locks/recipes.yaml: `python -m rig.maintain.locks [RELEASE ...]`.
-
-One platform, wheels only, every hash. An existing lock's versions are kept where they still fit; `--upgrade`
-starts anew.
-"""
+"""`kimi-rig locks`: make the engines' lock files from files/locks/recipes.yaml."""
 
 import datetime
 import os
@@ -14,15 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import click
 import yaml
 
-from rig.cli.arguments import Options, parse
-from rig.cli.converge import ended
+from rig.cli.arguments import verb
+from rigctl.errors import RigctlError
 
 LOCKS = Path(__file__).resolve().parents[2] / "files" / "locks"
 
 
-class LockError(Exception):
+class LockError(RigctlError):
     """A recipe that is wrong or cannot be resolved; the message names it."""
 
 
@@ -66,11 +63,6 @@ class Recipe:
         return named if wanted and all(any(n.startswith(f"{w}-") for n in names) for w in wanted) else ""
 
 
-OPTIONS: Options = {
-    "release": {"nargs": "*", "help": "only these; default: all"},
-    "--recipes": {"type": Path, "default": LOCKS / "recipes.yaml", "help": "locks lie beside it"},
-    "--upgrade": {"action": "store_true", "help": "forget the versions of the present file"},
-}
 RELEASE_KEYS = {"packages", "until", "overrides", "python", "index"}
 
 
@@ -124,20 +116,18 @@ def write_lock(recipe: Recipe, folder: Path = LOCKS, upgrade: bool = False) -> P
     return target
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse("rig.maintain.locks", __doc__, argv, OPTIONS)
+@verb("locks")
+@click.argument("releases", nargs=-1, metavar="[RELEASE]...")
+@click.option("--recipes", "path", type=Path, default=LOCKS / "recipes.yaml", help="Locks lie beside it.")
+@click.option("--upgrade", is_flag=True, help="Forget the versions of the present files.")
+def locks_command(releases: Sequence[str], path: Path, *, upgrade: bool) -> None:
+    """Make the lock files of RELEASE (default: all) from their recipes: one platform, wheels only, every hash.
 
-    def work() -> int:
-        recipes = read_recipes(arguments.recipes)
-        if unknown := set(arguments.release) - {recipe.release for recipe in recipes}:
-            raise LockError(f"{arguments.recipes} has no release {', '.join(sorted(unknown))}")
-        for recipe in recipes:
-            if not arguments.release or recipe.release in arguments.release:
-                print(write_lock(recipe, arguments.recipes.parent, arguments.upgrade).name)
-        return 0
-
-    return ended(work, also=(LockError,))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    An existing lock's versions are kept where they still fit.
+    """
+    recipes = read_recipes(path)
+    if unknown := set(releases) - {recipe.release for recipe in recipes}:
+        raise LockError(f"{path} has no release {', '.join(sorted(unknown))}")
+    for recipe in recipes:
+        if not releases or recipe.release in releases:
+            print(write_lock(recipe, path.parent, upgrade).name)

@@ -1,19 +1,15 @@
-"""`make pin CHECKPOINT=...`: pin a checkpoint's revision, and write its manifest into inventory/manifests/.
-
-A hub entry without a revision gets the commit that the hub calls main now; --revision takes another one. Where the
-source cannot be asked nothing is changed. Exit codes: 0 pinned, 1 not, 64 wrong usage.
-"""
+"""`kimi-rig pin`: pin a checkpoint's revision, and write its manifest into inventory/manifests/."""
 
 import re
 import threading
-from collections.abc import Sequence
 from pathlib import Path
+
+import click
 
 from rig.artifacts.checkpoint_orders import local_manifest
 from rig.catalog.entries import Checkpoint, forget_catalogs, inventory_directory, load_catalog
 from rig.catalog.yaml_source import CatalogError
-from rig.cli.arguments import Options, parse
-from rig.cli.converge import ended
+from rig.cli.arguments import verb
 from rigctl.checkpoints.progress import Progress, human_bytes
 from rigctl.checkpoints.sources import open_source
 from rigctl.contract.checkpoint_job import CheckpointJob
@@ -22,14 +18,8 @@ from rigctl.contract.sources import DirectorySource, GeneratorSource, HubSource
 from rigctl.errors import RigctlError
 from rigctl.whole_files import write_json, write_whole
 
-OPTIONS: Options = {
-    "checkpoint": {"help": "an entry of inventory/checkpoints.yaml"},
-    "--revision": {"help": "a commit (40 hex digits); default: the entry's, or what is main now"},
-    "--token-file": {"type": Path, "help": "file with a hub token that only its owner reads"},
-}
 
-
-class PinFailed(Exception):
+class PinFailed(RigctlError):
     """The checkpoint stays as it is; the text says why."""
 
 
@@ -62,11 +52,11 @@ def listed(name: str, entry: Checkpoint, revision: str | None, token_file: Path 
     try:
         job = CheckpointJob.parse({**order, "retries": 2}, f"checkpoints.{name}")
         found = open_source(job, Progress(name), threading.Event()).listing()
-        if found is None:
-            raise PinFailed(f"checkpoint {name}: its source lists nothing")
-        return found.wanted(job.source, entry.digests)
+        if found is not None:
+            return found.wanted(job.source, entry.digests)
     except RigctlError as error:
         raise PinFailed(f"checkpoint {name} stays as it is: {error}") from error
+    raise PinFailed(f"checkpoint {name}: its source lists nothing")
 
 
 def written(place: Path, manifest: Manifest) -> bool:
@@ -112,19 +102,16 @@ def revise(catalogue: Path, name: str, source: HubSource, revision: str) -> bool
     return True
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Pin one checkpoint."""
-    arguments = parse("rig.maintain.pin", __doc__, argv, OPTIONS)
+@verb("pin")
+@click.argument("checkpoint")
+@click.option("--revision", metavar="COMMIT", help="40 hex digits; default: the entry's, or what is main now.")
+@click.option("--token-file", type=Path, help="File with a hub token that only its owner reads.")
+def pin_command(checkpoint: str, revision: str | None, token_file: Path | None) -> None:
+    """Pin the revision of CHECKPOINT, an entry of inventory/checkpoints.yaml, and write its manifest.
 
-    def work() -> int:
-        manifest, changed = pin(arguments.checkpoint, arguments.revision, arguments.token_file)
-        word = "pinned" if changed else "unchanged"
-        at = f" at {manifest.revision}" if manifest.revision else ""
-        print(f"{arguments.checkpoint}: {word}{at}, {len(manifest.files)} files, {human_bytes(manifest.total)}")
-        return 0
-
-    return ended(work, also=(PinFailed,))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    Where the source cannot be asked nothing is changed. Exit codes: 0 pinned, 1 not.
+    """
+    manifest, changed = pin(checkpoint, revision, token_file)
+    word = "pinned" if changed else "unchanged"
+    at = f" at {manifest.revision}" if manifest.revision else ""
+    print(f"{checkpoint}: {word}{at}, {len(manifest.files)} files, {human_bytes(manifest.total)}")

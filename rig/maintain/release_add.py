@@ -1,9 +1,8 @@
-"""`make release-add`: lock an engine release, install it here, ask it, compare it, and write its block.
+"""`kimi-rig release-add`: lock an engine release, install it here, ask it, compare it, and write its block.
 
 The environment is built as on a host (rigctl environment build), without a GPU, in a scratch directory. What the
 release says of itself (flags with defaults, metrics) is kept in files/releases/, so that the next one can be compared
-without installing this one again. Nothing is written unless the release was locked, installed and answered. Exit
-codes: 0 written; 2 written, and a configuration or a feature is refused; 1 failed; 64 wrong usage.
+without installing this one again. Nothing is written unless the release was locked, installed and answered.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import click
 import yaml
 
 from rig.artifacts.engine_inputs import needed
@@ -30,9 +30,8 @@ from rig.catalog.entries import (
     load_catalog,
     overlays,
 )
-from rig.cli.arguments import Options, parse
-from rig.cli.converge import ended
-from rig.maintain.locks import LOCKS, LockError, Recipe, read_recipes, write_lock
+from rig.cli.arguments import FAILED, verb
+from rig.maintain.locks import LOCKS, Recipe, read_recipes, write_lock
 from rig.plan.command_lines import Locations, command_line
 from rigctl import builder, engine_registry
 from rigctl.contract.comparison import version_tuple
@@ -46,7 +45,6 @@ from rigctl.whole_files import write_whole
 FACTS = ROOT / "files" / "releases"
 RECIPES = LOCKS / "recipes.yaml"
 NEEDED_GB = {"cuda": 25, "cpu": 6}
-WRITTEN_YET = 2
 UNSTABLE = re.compile(" at 0x|rigctl-probe-")
 LONGEST = 200
 
@@ -55,15 +53,7 @@ LONGEST = 200
 DRIVER_OF_CUDA = {"12.6": "560", "12.8": "570", "12.9": "575", "13.0": "580", "13.1": "590"}
 
 
-OPTIONS: Options = {
-    "engine": {"nargs": "?", "help": "vllm, sglang or another package of releases.yaml"},
-    "version": {"nargs": "?", "help": "such as 0.34.0"},
-    "--record": {"nargs": "+", "default": [], "metavar": "RELEASE", "help": "ask releases that are there already"},
-    "--cache": {"type": Path, "help": "uv's cache, to be used and kept; the scratch directory lies beside it"},
-}
-
-
-class ReleaseError(Exception):
+class ReleaseError(RigctlError):
     """A release that cannot be added; the message says why and what to do."""
 
 
@@ -257,7 +247,7 @@ def add(package: str, version: str, cache: Path | None) -> int:
     refused = list(report(name, like, answer, entries, release))
     print(f"written: {', '.join(path.name for path in (catalogue, RECIPES, *locks))}")
     print("read the block over: minimum driver, known_bad and harmless_log are for a person to judge")
-    return WRITTEN_YET if refused else 0
+    return FAILED if refused else 0
 
 
 def report(
@@ -275,10 +265,7 @@ def report(
             yield configuration
     old = Facts.read(like)
     if old is None:
-        print(
-            f"nothing is recorded of {like}, so it is not compared: "
-            f"`python -m rig.maintain.release_add --record {like}`"
-        )
+        print(f"nothing is recorded of {like}, so it is not compared: `kimi-rig release-add --record {like}`")
         return
     changed = differences(old, Facts.of(answer))
     print(f"{name} against {like}: {len(changed)} differences")
@@ -321,21 +308,20 @@ def _recipe_of_this_machine(recipes: Sequence[Recipe]) -> Recipe:
     return there[0]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse("rig.maintain.release_add", __doc__, argv, OPTIONS)
-    if not arguments.record and not (arguments.engine and arguments.version):
-        arguments.error("name ENGINE and VERSION (make release-add ENGINE=vllm VERSION=0.34.0)")
+@verb("release-add", "nothing was written")
+@click.argument("engine", required=False)
+@click.argument("version", required=False)
+@click.option("--record", "releases", multiple=True, metavar="RELEASE", help="Ask a release that is there already.")
+@click.option("--cache", type=Path, help="uv's cache, to be used and kept; the scratch directory lies beside it.")
+def release_add_command(engine: str | None, version: str | None, releases: Sequence[str], cache: Path | None) -> int:
+    """Lock VERSION of ENGINE (vllm, sglang), ask it, compare it with the newest, write its entry.
 
+    Exit codes: 0 written; 1 failed, or written and something that our configurations need is refused.
+    """
     # What is installed and asked here is run as whoever asks: on a machine of their own, which is no host.
     builder.unconfined()
-
-    def work() -> int:
-        if arguments.record:
-            return record(arguments.record, arguments.cache)
-        return add(arguments.engine, arguments.version, arguments.cache)
-
-    return ended(work, "nothing was written", (LockError, ReleaseError, RigctlError))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    if releases:
+        return record(releases, cache)
+    if not (engine and version):
+        raise click.UsageError("name ENGINE and VERSION (make release-add ENGINE=vllm VERSION=0.34.0)")
+    return add(engine, version, cache)

@@ -1,15 +1,13 @@
-"""`make schemas`: write the JSON schema of every order that crosses to a host, from the contract (docs/schemas/).
+"""`kimi-rig references`: the JSON schema of every order that crosses to a host, from the contract (docs/schemas/)."""
 
-With --check nothing is written; the exit code is 1 where a file differs from the contract.
-"""
-
-import argparse
 import importlib
 import json
 import pkgutil
-from collections.abc import Sequence
+
+import click
 
 from rig.catalog.entries import ROOT
+from rig.cli.arguments import verb
 from rigctl import contract
 from rigctl.contract.order import Order
 
@@ -27,13 +25,13 @@ def schemas() -> dict[str, str]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the files, or compare them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 where a file differs")
+@verb("references")
+@click.option("--check", is_flag=True, help="Write nothing; exit code 1 where a file differs.")
+def references_command(*, check: bool) -> int:
+    """Write the JSON schemas of all orders to docs/schemas/."""
     wanted = schemas()
     there = {path.name: path.read_text() for path in SCHEMAS.glob("*.json")}
-    if parser.parse_args(argv).check:
+    if check:
         stale = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
         print("".join(f"docs/schemas/{name} is not as the contract says: `make schemas` writes it\n" for name in stale))
         return 1 if stale else 0
@@ -46,4 +44,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(references_command(standalone_mode=False))

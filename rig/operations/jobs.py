@@ -4,6 +4,7 @@ A job survives a lost connection; the next deploy finds it at work and follows i
 operation's time limit leaves its command running, and a retry starts a second one).
 """
 
+import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from rig.facts.state import Job, JobState
 from rig.operations.common import Commands, operation_name, script
 
 POLL_SECONDS = 1.0
-REPORT_SECONDS = 15.0
+REPORT_SECONDS = float(os.environ.get("KIMI_RIG_REPORT_SECONDS", "15"))
 # One look takes milliseconds; a dead connection is noticed after this, instead of never (paramiko has no such limit).
 LOOK_SECONDS = 30
 

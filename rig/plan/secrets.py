@@ -12,10 +12,12 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from rigctl.errors import RigctlError
+
 PROMPT = "prompt"
 
 
-class SecretError(Exception):
+class SecretError(RigctlError):
     """A secret cannot be had. The message says which and what to do."""
 
 

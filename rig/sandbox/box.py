@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rigctl.errors import RigctlError
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_NAME = "sandbox"
 DEFAULT_PORT = 2222
@@ -19,7 +21,7 @@ _NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
 _LOGIN = re.compile(r"[a-z_][a-z0-9_-]{0,30}")
 
 
-class SandboxError(Exception):
+class SandboxError(RigctlError):
     """A failure the operator can act on: says what is wrong, where, and what to do."""
 
 

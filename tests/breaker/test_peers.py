@@ -21,7 +21,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rig.cli import arguments, status
+from rig.__main__ import main as kimi_rig
+from rig.cli import status
 from rigctl.errors import RigctlError
 from rigctl.supervisor.engine_client import BAD_ANSWERS, Engine
 from tests.staging import conftest as staging
@@ -246,7 +247,7 @@ def test_a_hostile_host_in_make_status(
     (tmp_path / "ssh").write_text(f"#!/bin/sh\n{answer}\n")
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    arguments.parse("x", "", [])
+    kimi_rig(["--help"])
     print(status.lines([status.ask("kimi-1", {**DATA, "ssh_hostname": "127.0.0.1"}, tmp_path / "config")]))
     assert_harmless(capsys.readouterr().out)
 
@@ -255,7 +256,7 @@ def test_a_hostile_host_in_make_status(
 def test_a_hostile_row_of_a_host(capsys: pytest.CaptureFixture[str], field: str) -> None:
     row = {"name": "x", "state": "active", "status": "", "digest": None, field: HOSTILE}
     said = f"\n== system\nubuntu-24.04\n\n== receipt\n{{}}\n\n== rigctl\n{json.dumps([row])}\n\n== pending\n{HOSTILE}"
-    arguments.parse("x", "", [])
+    kimi_rig(["--help"])
     print(status.read_status("kimi-1", DATA, said).line())
     assert_harmless(capsys.readouterr().out)
 

@@ -32,7 +32,7 @@ class Point:
 
 def interrupt(box: DeployBox, point: Point, *arguments: str) -> int:
     """Begin a deploy (or `arguments`), interrupt it there; its exit code. Fails when the point was not reached."""
-    command = [sys.executable, "-m", *(arguments or ("rig.cli.converge", "deploy", box.inventory))]
+    command = [sys.executable, "-m", *(arguments or ("rig", "deploy", "-v", box.inventory))]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -93,7 +93,7 @@ def _kill_package_manager(box: DeployBox, _process: subprocess.Popen[str]) -> No
 
 def _stop_box(box: DeployBox, _process: subprocess.Popen[str]) -> None:
     for verb in ("stop", "up"):
-        done = box.run("rig.sandbox", "--name", box.box.name, verb)
+        done = box.run("rig", "sandbox", "--name", box.box.name, verb)
         assert done.returncode == 0, done.stderr
 
 

@@ -168,13 +168,13 @@ def test_a_host_that_serves_is_left_as_it_is(adopting: DeployBox) -> None:
     assert f"127.0.0.1:{PORT} cannot be listened on" in box.ssh("rigctl logs vllm-base").stdout
     for path in (layout.LOGS, layout.CACHE, f"{layout.STATE}/serving"):
         box.ssh(f"touch {path}/vllm-base/something")
-    asked = box.run("rig.cli.uninstall", box.inventory)
+    asked = box.run("rig", "uninstall", box.inventory)
     assert asked.returncode == 1 and "say YES=1" in asked.stderr
     assert "/shared" not in asked.stdout, "it would touch what is the operator's"
     record = {line.split(" ", 1)[1] for line in box.ssh(f"cat {layout.CREATED}").stdout.splitlines()}
     gone = set(re.findall(r"^  - (/\S+) is removed", asked.stdout, re.MULTILINE))
     assert len(gone) > 10 and gone <= record | {layout.STATE, layout.RUNTIME}, gone - record
-    uninstall = box.run("rig.cli.uninstall", box.inventory, "--yes")
+    uninstall = box.run("rig", "uninstall", box.inventory, "--yes")
     assert uninstall.returncode == 0, uninstall.stdout + uninstall.stderr
     poller.done.set()
     poller.join()
@@ -192,10 +192,10 @@ def test_a_host_that_serves_is_left_as_it_is(adopting: DeployBox) -> None:
 def test_an_uninstall_after_an_interrupted_first_deploy_leaves_nothing(bare_box: DeployBox) -> None:
     rest, packages = (bare_box.ssh(command).stdout for command in (REST, PACKAGES))
     interrupt(bare_box, Point("deploy killed", "Install rigctl", 2.0))
-    uninstall = bare_box.run("rig.cli.uninstall", bare_box.inventory, "--yes")
+    uninstall = bare_box.run("rig", "uninstall", bare_box.inventory, "--yes")
     assert uninstall.returncode == 0, uninstall.stdout + uninstall.stderr
     left = set(bare_box.ssh(REST).stdout.splitlines()) ^ set(rest.splitlines())
     assert not left, sorted(left)[:40]
     assert bare_box.ssh(PACKAGES).stdout == packages
-    again = bare_box.run("rig.cli.uninstall", bare_box.inventory, "--yes")
+    again = bare_box.run("rig", "uninstall", bare_box.inventory, "--yes")
     assert (again.returncode, again.stdout) == (0, "sandbox: nothing of ours is there\n")

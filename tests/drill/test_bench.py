@@ -67,7 +67,7 @@ class Bench:
 
     def start(self, sweep: str, name: str = NAME) -> subprocess.Popen[str]:
         """Begin to measure; standard output and error are one pipe."""
-        command = [sys.executable, "-m", "rig.cli.bench", "run", self.inventory, "--sweep", sweep, "--configs", name]
+        command = [sys.executable, "-m", "rig", "bench", "run", self.inventory, "--sweep", sweep, "--configs", name]
         command += ["--ledger", str(self.home / sweep), "--out", str(self.home / f"{sweep}-report")]
         return subprocess.Popen(
             command, cwd=self.copy, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

@@ -26,7 +26,7 @@ BASE = f"/opt/kimi-rig/env/{RELEASE}"
 FEWER = 4
 UNIT = f"{layout.UNITS}/kimi-vllm-base.service"
 FORWARD = ("--pyinfra=--data", '--pyinfra=roll_forward="yes"')
-ROLLBACK = ("rig.cli.rollback", "inventory/sandbox.py")
+ROLLBACK = ("rig", "rollback", "inventory/sandbox.py")
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def test_an_upgrade_is_built_beside_and_a_rollback_returns_environment_unit_and_
         verify = box.verify()
         assert verify.returncode == 1 and "rolled back to state" in verify.stdout
         assert "1 failed" in verify.stdout, verify.stdout
-        status = box.run("rig.cli.status", "inventory/sandbox.py")
+        status = box.run("rig", "status", "inventory/sandbox.py")
         assert "rolled back to state" in status.stdout and "a deploy would change environment/" in status.stdout
         refused = box.deploy()
         assert refused.returncode == 1 and "rolled back from this very state" in refused.stderr
@@ -198,7 +198,7 @@ def test_an_upgrade_is_built_beside_and_a_rollback_returns_environment_unit_and_
         assert serving.in_unit() == new
         again = box.plan()
         assert again.returncode == 0, again.stdout
-        assert "rolled back" not in box.run("rig.cli.status", "inventory/sandbox.py").stdout
+        assert "rolled back" not in box.run("rig", "status", "inventory/sandbox.py").stdout
 
 
 def test_two_earlier_ones_stay_and_never_goes_what_runs(serving: Serving) -> None:

@@ -291,7 +291,7 @@ def test_an_upgraded_library_restarts_others_and_not_our_units(with_grub: HostBo
 
 
 def test_an_uninstall_restores_boot_loader_modules_and_packages(with_grub: HostBox) -> None:
-    uninstall = with_grub.box.run("rig.cli.uninstall", with_grub.box.inventory, "--yes")
+    uninstall = with_grub.box.run("rig", "uninstall", with_grub.box.inventory, "--yes")
     assert uninstall.returncode == 0, uninstall.stdout + uninstall.stderr
     lines = kernel_lines(with_grub.ssh("cat /boot/grub/grub.cfg"))
     assert lines and all("iommu" not in line and "pcie_" not in line for line in lines)
@@ -330,7 +330,7 @@ def test_systemd_boot_gets_our_tokens_and_gives_them_back(host_box: HostBox) -> 
     with pytest.raises(AssertionError, match=f"{system_files.KERNEL_CMDLINE}: content differs"):
         test_settings.test_host_files(host_box.target())
     host_box.converge()
-    uninstall = host_box.box.run("rig.cli.uninstall", host_box.box.inventory, "--yes")
+    uninstall = host_box.box.run("rig", "uninstall", host_box.box.inventory, "--yes")
     assert uninstall.returncode == 0, uninstall.stdout + uninstall.stderr
     assert host_box.ssh(f"cat {system_files.KERNEL_CMDLINE}") == CMDLINE.replace("quiet", "quiet nosplash")
     after = kernel_lines(host_box.ssh("cat /boot/loader/entries/*.conf"))

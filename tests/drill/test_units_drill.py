@@ -483,7 +483,9 @@ def test_a_reboot_in_the_middle_of_a_load(box: DrillBox) -> None:
     assert box.state("a")["state"] == "activating"
     begun = time.monotonic()
     for verb in ("stop", "up"):
-        done = subprocess.run([sys.executable, "-m", "rig.sandbox", verb], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "rig", "sandbox", verb], capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
     row = box.until("a", 60, state="active")
     box.told("reboot in the middle of a load", "active after the boot", row["status"], begun)

@@ -161,7 +161,7 @@ def facts(report: Report) -> dict[str, Any]:
 
 def explain(report: Report, hosts: str) -> dict[str, Any]:
     """`make explain`, both forms: facts, policy and preflight through pyinfra's local connector."""
-    command = (sys.executable, "-m", "rig.cli.explain", hosts)
+    command = (sys.executable, "-m", "rig", "explain", hosts)
     report.save("explain.txt", run(*command))
     document = run(*command, "--format", "json")
     report.save("explain.json", document)
@@ -179,7 +179,7 @@ def timings(hosts: str) -> dict[str, Any]:
     taken = []
     for _ in range(5):
         begin = time.monotonic()
-        run(sys.executable, "-m", "rig.cli.explain", hosts)
+        run(sys.executable, "-m", "rig", "explain", hosts)
         taken.append(round(time.monotonic() - begin, 3))
     script = [read_facts().seconds for _ in range(5)]
     return {"explain": taken, "facts_script": script}

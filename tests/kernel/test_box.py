@@ -71,7 +71,7 @@ def box(tmp_path_factory: pytest.TempPathFactory, watcher: Watcher) -> Iterator[
     os.environ["KIMI_RIG_SANDBOX_PORT"] = os.environ.get("KIMI_RIG_TEST_BOX_PORT", "2322")
     made = KernelBox(tmp_path_factory.mktemp("overlay") / "kernel.yaml")
     with removed(made, watcher):
-        up = made.run("rig.sandbox", "up")
+        up = made.run("rig", "sandbox", "up")
         assert up.returncode == 0, up.stdout + up.stderr
         for name in ("standin", *TREES):
             shutil.copytree(HERE / name, made.box.root / "srv" / name, dirs_exist_ok=True)
@@ -81,7 +81,7 @@ def box(tmp_path_factory: pytest.TempPathFactory, watcher: Watcher) -> Iterator[
 
 def test_a_build_that_was_killed_is_finished_by_the_next_deploy(box: KernelBox) -> None:
     """The first deploy's build ends at half (the whole unit is killed); the second goes on with its objects."""
-    command = [sys.executable, "-m", "rig.cli.converge", "deploy", box.inventory]
+    command = [sys.executable, "-m", "rig", "deploy", "-v", box.inventory]
     first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     end = time.monotonic() + 900
     script = f"journalctl -q -o cat -u '{JOB}' | grep -q '^\\[3/8\\]' && sleep 0.5"
@@ -142,12 +142,12 @@ def test_another_flag_is_another_wheel_and_the_first_comes_back_from_the_store(b
 def test_a_rollback_returns_to_the_kernel_of_that_deploy(box: KernelBox) -> None:
     """All of the latest deploys have the same environment: only the library in it was another."""
     first = box.receipt()["digest"]
-    back = box.run("rig.cli.rollback", box.inventory)
+    back = box.run("rig", "rollback", box.inventory)
     assert back.returncode == 0, back.stdout + back.stderr
     assert box.receipt()["digest"] != first and box.state()["state"] == "installed"
     refused = box.deploy()
     assert refused.returncode == 1 and "rolled back" in refused.stderr
-    assert box.run("rig.cli.rollback", box.inventory, "--to", states(box)[0]).returncode == 0
+    assert box.run("rig", "rollback", box.inventory, "--to", states(box)[0]).returncode == 0
     assert box.receipt()["digest"] == first and box.plan().returncode == 0
 
 
@@ -189,7 +189,7 @@ def test_a_hostile_build_script_and_module_get_nowhere(box: KernelBox) -> None:
 
 
 def test_uninstall_takes_it_all_away(box: KernelBox) -> None:
-    done = box.run("rig.cli.uninstall", box.inventory, "--yes")
+    done = box.run("rig", "uninstall", box.inventory, "--yes")
     assert done.returncode == 0, done.stdout + done.stderr
     left = box.ssh(
         f"ls -d {layout.KERNELS} /opt/kimi-rig/env/kernels /opt/kimi-rig/env/toolchain 2>/dev/null", check=False

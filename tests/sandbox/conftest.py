@@ -45,10 +45,10 @@ class DeployBox:
         )
 
     def deploy(self, *options: str) -> subprocess.CompletedProcess[str]:
-        return self.run("rig.cli.converge", "deploy", self.inventory, *options)
+        return self.run("rig", "deploy", "-v", self.inventory, *options)
 
     def plan(self, *options: str) -> subprocess.CompletedProcess[str]:
-        return self.run("rig.cli.converge", "plan", self.inventory, *options)
+        return self.run("rig", "plan", self.inventory, *options)
 
     def verify(self) -> subprocess.CompletedProcess[str]:
         return self.run("pytest", "-q", "-p", "no:cacheprovider", "tests/host", "--inventory", self.inventory)
@@ -62,7 +62,7 @@ def bare_box(watcher: Watcher) -> Iterator[DeployBox]:
     os.environ["KIMI_RIG_SANDBOX_PORT"] = os.environ.get("KIMI_RIG_TEST_BOX_PORT", "2322")
     deploy_box = DeployBox()
     with removed(deploy_box, watcher):
-        up = deploy_box.run("rig.sandbox", "up")
+        up = deploy_box.run("rig", "sandbox", "up")
         assert up.returncode == 0, up.stdout + up.stderr
         yield deploy_box
 
@@ -82,7 +82,7 @@ def bare_sudo_box(bare_box: DeployBox, watcher: Watcher) -> Iterator[DeployBox]:
     box = DeployBox("sandbox-sudo", "inventory/sandbox_sudo.py")
     port = str(int(os.environ["KIMI_RIG_SANDBOX_PORT"]) + 1)
     with removed(box, watcher):
-        up = box.run("rig.sandbox", "--name", box.box.name, "up", "--user", "ubuntu", KIMI_RIG_SANDBOX_PORT=port)
+        up = box.run("rig", "sandbox", "--name", box.box.name, "up", "--user", "ubuntu", KIMI_RIG_SANDBOX_PORT=port)
         assert up.returncode == 0, up.stdout + up.stderr
         yield box
 
@@ -93,7 +93,7 @@ def removed(box: DeployBox, watcher: Watcher) -> Iterator[None]:
     if os.environ.get("KIMI_RIG_KEEP_BOX"):
         yield
         return
-    arguments = ("rig.sandbox", "--name", box.box.name, "rm")
+    arguments = ("rig", "sandbox", "--name", box.box.name, "rm")
     directory = os.environ["KIMI_RIG_SANDBOX_DIR"]
     with watcher.afterwards([sys.executable, "-m", *arguments], KIMI_RIG_SANDBOX_DIR=directory):
         yield

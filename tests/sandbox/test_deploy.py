@@ -80,7 +80,7 @@ def pyinfra(box: DeployBox, *options: str) -> dict[str, Any]:
 def box(bare_box: DeployBox, engine_port: None) -> DeployBox:
     """The box after a deploy that was killed twice on its way."""
     for seconds in (6, 25):
-        command = [sys.executable, "-m", "rig.cli.converge", "deploy", "inventory/sandbox.py"]
+        command = [sys.executable, "-m", "rig", "deploy", "-v", "inventory/sandbox.py"]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
         time.sleep(seconds)
         os.killpg(process.pid, signal.SIGKILL)
@@ -200,7 +200,7 @@ def test_a_host_that_speaks_another_language(box: DeployBox, language: str, dire
         assert deploy.returncode == 0, deploy.stdout + deploy.stderr
         verify = box.verify()
         assert verify.returncode == 0, verify.stdout
-        status = box.run("rig.cli.status", box.inventory)
+        status = box.run("rig", "status", box.inventory)
         assert status.returncode == 0 and "drift: none" in status.stdout, status.stdout + status.stderr
     finally:
         box.ssh("rm -f /etc/default/locale")
@@ -220,7 +220,7 @@ def test_one_deploy_at_a_time(box: DeployBox) -> None:
     box.ssh(f"rm -f /usr/local/bin/rigctl; mv {query} {query}.real")
     box.ssh(f"printf '#!/bin/sh\\nsleep 4\\nexec {query}.real \"$@\"\\n' > {query}; chmod +x {query}")
     first = subprocess.Popen(
-        [sys.executable, "-m", "rig.cli.converge", "deploy", "inventory/sandbox.py"],
+        [sys.executable, "-m", "rig", "deploy", "-v", "inventory/sandbox.py"],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
     )

@@ -70,7 +70,7 @@ def sudo_asks(bare_sudo_box: DeployBox) -> Iterator[None]:
 
 def test_a_sudo_that_asks_for_a_password_is_refused_in_one_sentence(bare_sudo_box: DeployBox, sudo_asks: None) -> None:
     begun = time.monotonic()
-    for run in (bare_sudo_box.plan(), bare_sudo_box.run("rig.cli.uninstall", bare_sudo_box.inventory, "--yes")):
+    for run in (bare_sudo_box.plan(), bare_sudo_box.run("rig", "uninstall", bare_sudo_box.inventory, "--yes")):
         assert run.returncode == 1
         assert "sandbox-sudo: sudo refuses ubuntu without a password (a password is required): give" in run.stderr
         assert "Traceback" not in run.stderr
@@ -137,7 +137,7 @@ def test_the_benchmark_gives_the_same(
     for box in (root_box, sudo_box):
         kept = tmp_path / box.box.name
         where = ["--ledger", str(kept), "--out", str(kept / "report")]
-        run = box.run("rig.cli.bench", "run", box.inventory, "--configs", "vllm-base", *where, timeout=1800)
+        run = box.run("rig", "bench", "run", box.inventory, "--configs", "vllm-base", *where, timeout=1800)
         assert run.returncode == 0, run.stdout + run.stderr
         results = [*ledger.results(ledger.read(kept))]
         assert results and {one.status for one in results} == {"measured"}
@@ -181,11 +181,11 @@ def test_without_the_key_it_converges_and_verifies(sudo_box: DeployBox) -> None:
 
 
 def test_status_and_the_lines_to_talk_to_it(sudo_box: DeployBox) -> None:
-    status = sudo_box.run("rig.cli.status", sudo_box.inventory)
+    status = sudo_box.run("rig", "status", sudo_box.inventory)
     found = "sandbox-sudo: nothing serves, drift: none, reboot pending: no, disk: / [\\d.,]+ GB free of [\\d.,]+ GB\n"
     assert status.returncode == 0 and re.fullmatch(found, status.stdout), status.stdout + status.stderr
     sudo_box.ssh(f"sudo rm {layout.UNITS}/kimi-vllm-base.service")
-    drifted = sudo_box.run("rig.cli.status", sudo_box.inventory, "--json")
+    drifted = sudo_box.run("rig", "status", sudo_box.inventory, "--json")
     [row] = json.loads(drifted.stdout)
     assert row["drift"] == [f"{layout.UNITS}/kimi-vllm-base.service is missing"]
     deploy = sudo_box.deploy()

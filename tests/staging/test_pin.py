@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rig.__main__ import main as kimi_rig
 from rig.catalog.entries import load_catalog
-from rig.maintain import pin
 from rigctl.checkpoints.verify import FileHasher
 from rigctl.contract.manifest import Manifest
 from rigctl.contract.sources import HubSource
@@ -61,7 +61,7 @@ def test_main_is_pinned_and_its_manifest_written(
     inventory: Path, hub: Hub, bench: Bench, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (inventory / "checkpoints.yaml").read_text()
-    assert pin.main([name]) == 0
+    assert kimi_rig(["pin", name]) == 0
     said = capsys.readouterr().out
     assert f"{name}: pinned at {COMMIT}" in said
     after = (inventory / "checkpoints.yaml").read_text()
@@ -77,12 +77,12 @@ def test_main_is_pinned_and_its_manifest_written(
     hub.requests.clear()
     outcome = bench.stage(hub_source(hub.address), manifest=str(place))
     assert outcome.state == "staged" and not [path for _, path, _ in hub.requests if "/tree/" in path]
-    assert pin.main([name]) == 0
+    assert kimi_rig(["pin", name]) == 0
     assert f"{name}: unchanged" in capsys.readouterr().out
 
 
 def test_a_web_directory_gets_its_manifest(inventory: Path) -> None:
-    assert pin.main(["web"]) == 0
+    assert kimi_rig(["pin", "web"]) == 0
     assert Manifest.read(inventory / "manifests" / "web.json").by_path["config.json"]
 
 
@@ -91,7 +91,7 @@ def test_nothing_changes_where_the_hub_cannot_be_asked(
 ) -> None:
     before = (inventory / "checkpoints.yaml").read_bytes()
     hub.close()
-    assert pin.main(["tiny"]) == 1
+    assert kimi_rig(["pin", "tiny"]) == 1
     assert "tiny stays as it is" in capsys.readouterr().err
     assert (inventory / "checkpoints.yaml").read_bytes() == before and not (inventory / "manifests").exists()
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_pinned_is_told(
     inventory: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
     before = (inventory / "checkpoints.yaml").read_bytes()
-    assert pin.main(arguments) == 1
+    assert kimi_rig(["pin", *arguments]) == 1
     assert says in capsys.readouterr().err
     assert (inventory / "checkpoints.yaml").read_bytes() == before and not (inventory / "manifests").exists()
 
@@ -119,7 +119,7 @@ def test_a_known_digest_must_agree(inventory: Path, capsys: pytest.CaptureFixtur
     place = inventory / "checkpoints.yaml"
     text = place.read_text()
     place.write_text(text.replace("  notes: stays\n", f"  digests: {{tiktoken.model: {'a' * 64}}}\n"))
-    assert pin.main(["tiny"]) == 1
+    assert kimi_rig(["pin", "tiny"]) == 1
     assert "it is not that revision" in capsys.readouterr().err
     assert not (inventory / "manifests").exists()
 

@@ -11,10 +11,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rig.__main__ import main as kimi_rig
 from rig.artifacts.host_checks import findings
 from rig.catalog.entries import Checkpoint, Configuration, load_catalog
 from rig.maintain import add_model
-from rig.maintain.add_model import AddFailed, add, choose_release, entries, main, read_config
+from rig.maintain.add_model import AddFailed, add, choose_release, entries, read_config
 from tests.support.plans import catalog
 from tests.unit.test_families import copied, planned
 
@@ -59,7 +60,7 @@ def test_entries_are_written_and_come_to_a_plan(
     inventory: Path, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (inventory / "serving.yaml").read_text()
-    assert main(["nvidia/Qwen3.6-27B-NVFP4", f"--config={config}"]) == 0
+    assert kimi_rig(["add-model", "nvidia/Qwen3.6-27B-NVFP4", f"--config={config}"]) == 0
     said = capsys.readouterr().out
     assert "written: qwen3.6-27b-nvfp4 in checkpoints.yaml and serving.yaml, for vllm-0.33.0" in said
     for unknown in (
@@ -130,7 +131,7 @@ def test_what_cannot_be_written_leaves_the_files_alone(
     inventory: Path, config: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.read_bytes() for path in inventory.glob("*.yaml")}
-    assert main([*arguments, f"--config={config}"]) == 1
+    assert kimi_rig(["add-model", *arguments, f"--config={config}"]) == 1
     assert message in capsys.readouterr().err
     assert {path: path.read_bytes() for path in inventory.glob("*.yaml")} == before
 

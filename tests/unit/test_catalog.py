@@ -415,9 +415,9 @@ def test_every_command_ends_before_any_host_is_touched(
     arguments = {
         "pyinfra": ["-m", "pyinfra", "inventory/nowhere.py", "deploy.py", "-y"],
         "verify": ["-m", "pytest", "-q", "tests/host", "--inventory", "inventory/nowhere.py"],
-        "status": ["-m", "rig.cli.status", "inventory/nowhere.py"],
-        "explain": ["-m", "rig.cli.explain", "inventory/nowhere.py"],
-    }.get(command, ["-m", "rig.cli.converge", command, "inventory/nowhere.py"])
+        "status": ["-m", "rig", "status", "inventory/nowhere.py"],
+        "explain": ["-m", "rig", "explain", "inventory/nowhere.py"],
+    }.get(command, ["-m", "rig", command, "inventory/nowhere.py"])
     result = subprocess.run(
         [sys.executable, *arguments], cwd=repository, capture_output=True, text=True, check=False, timeout=30
     )

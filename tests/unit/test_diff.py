@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rig.cli import diff
+from rig.__main__ import main as kimi_rig
 from tests.support.plans import INVENTORY
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ def edit(file: Path, old: str, new: str) -> None:
 
 
 def differences(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    assert diff.main(arguments) == 0
+    assert kimi_rig(["diff", *arguments]) == 0
     return capsys.readouterr().out.splitlines()
 
 
@@ -91,7 +91,14 @@ def test_a_wrong_edit_is_named_and_a_wrong_commit_is_no_obstacle(
     inventory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit(inventory / "serving.yaml", "tensor_parallel: 8", "tensor_paralel: 8")
-    assert diff.main([]) == 1
+    assert (
+        kimi_rig(
+            [
+                "diff",
+            ]
+        )
+        == 1
+    )
     assert "inventory/serving.yaml:12: serving.vllm-base.tensor_paralel" in capsys.readouterr().err
     git(inventory, "commit", "-qam", "wrong")
     edit(inventory / "serving.yaml", "tensor_paralel: 8", "tensor_parallel: 8")
@@ -100,7 +107,7 @@ def test_a_wrong_edit_is_named_and_a_wrong_commit_is_no_obstacle(
 
 
 def test_a_commit_that_is_not_there(inventory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert diff.main(["--ref", "nosuch"]) == 1
+    assert kimi_rig(["diff", "--ref", "nosuch"]) == 1
     assert "as of nosuch could not be read: fatal: not a valid object name" in capsys.readouterr().err
 
 

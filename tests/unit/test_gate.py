@@ -11,13 +11,17 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rig.__main__ import VERBS
+from rig.__main__ import kimi_rig as command
+from rig.__main__ import main as kimi_rig
 from rig.bench import report
 from rig.catalog.entries import ROOT
-from rig.cli import arguments, status
+from rig.cli import status
 from rig.facts.servers import Servers
 from rigctl.cli import main
 from rigctl.contract.foreign import Gate, gated, one_line, printable
@@ -106,6 +110,7 @@ RAW = {
 OWN_STREAM = {
     "rig/cli/converge.py:run_pyinfra": "pyinfra with config.py, which gates its streams (pyinfra_mends)",
     "rig/cli/demo.py:demo": "the operator's own box",
+    "rig/cli/verify.py:verify_command": "pytest, which shows what a host said as Python writes it",
     "rig/cli/pyinfra_mends.py:proxy": "the operator's own proxy command",
     "rig/operations/remove_trees.py:remove_tree": "a program that runs on a host: pyinfra has its output",
     "rig/sandbox/build.py:_add_user": "the operator's own box",
@@ -163,20 +168,22 @@ def test_no_child_writes_to_our_streams_unseen() -> None:
 
 
 def test_every_command_has_its_streams_gated() -> None:
-    """All commands of the control side begin with `parse`, all of the host with `rigctl.cli.main`."""
-    for path in [
-        *(ROOT / "rig/cli").glob("*.py"),
-        *(ROOT / "rig/maintain").glob("*.py"),
-        ROOT / "rig/sandbox/__main__.py",
-    ]:
-        tree = ast.parse(path.read_text())
-        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "main"):
-            calls = {ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
-            assert "parse" in calls or path.name == "schemas.py", name(path)
+    """All commands of the control side begin in `rig.__main__.main`, all of the host in `rigctl.cli.main`."""
+    [main_] = [node for node in parsed(ROOT / "rig/__main__.py").body if getattr(node, "name", "") == "main"]
+    assert [ast.unparse(node.func) for node in ast.walk(main_) if isinstance(node, ast.Call)][:2] == ["gated", "gated"]
+    own = [name(path) for path in PROGRAMS if '__name__ == "__main__"' in path.read_text()]
+    rooms = ("rig/cli/", "rig/maintain/", "tasks/")
+    assert [one for one in own if one.startswith(rooms)] == ["rig/maintain/schemas.py"]
+
+
+def test_every_verb_is_there() -> None:
+    for verb in [name for verbs in VERBS.values() for name in verbs]:
+        found = command.get_command(click.Context(command), verb)
+        assert found is not None and found.name == verb and found.help and found.get_short_help_str(), verb
 
 
 def test_a_command_gates_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments.parse("x", "", [])
+    kimi_rig(["--help"])
     print(HOSTILE)
     print(HOSTILE, file=sys.stderr)
     for text in capsys.readouterr():
@@ -197,7 +204,7 @@ def test_status_of_a_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_a_log_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.log").write_text(HOSTILE.encode(errors="replace").decode())
-    arguments.parse("x", "", [])
+    kimi_rig(["--help"])
     assert switching._shown(["cat", str(tmp_path / "a.log")]) == 0
     text = capsys.readouterr().out
     assert "owned" in text
@@ -240,7 +247,7 @@ def test_names_of_models_that_a_stranger_serves() -> None:
 def test_what_a_host_says_of_itself(capsys: pytest.CaptureFixture[str]) -> None:
     """`make status`: sections, health and a failing ssh."""
     found = status.HostStatus(HOSTILE, trouble=HOSTILE, reached=False)
-    arguments.parse("x", "", [])
+    kimi_rig(["--help"])
     print(status.lines([found]))
     assert_harmless(capsys.readouterr().out)
 
@@ -249,9 +256,9 @@ def test_what_a_host_says_of_itself(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_a_host_says_to_pyinfra(tmp_path: Path) -> None:
     hostile = tmp_path / "hostile"
     hostile.write_bytes(HOSTILE.encode(errors="replace") + b"\n")
-    for command in (f"cat {hostile}", f"cat {hostile} >&2; exit 1"):
+    for line in (f"cat {hostile}", f"cat {hostile} >&2; exit 1"):
         done = subprocess.run(
-            [sys.executable, "-m", "pyinfra", "--chdir", str(ROOT), "-v", "@local", "exec", "-y", "--", command],
+            [sys.executable, "-m", "pyinfra", "--chdir", str(ROOT), "-v", "@local", "exec", "-y", "--", line],
             capture_output=True,
             check=False,
             cwd=ROOT,

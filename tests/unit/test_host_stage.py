@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from rig.__main__ import main as kimi_rig
 from rig.artifacts.checkpoint_orders import expected_bytes, revision
 from rig.artifacts.disk import ENVIRONMENT_BYTES, disk
 from rig.artifacts.host_checks import findings, fits
 from rig.artifacts.units import engine_environment
 from rig.catalog.entries import ROOT, load_catalog
-from rig.cli.converge import CONVERGED, WOULD_CHANGE, plan_of
-from rig.cli.explain import main as explain_main
+from rig.cli.arguments import CONVERGED, WOULD_CHANGE
+from rig.cli.converge import plan_of
 from rig.facts import remote_script
 from rig.facts.host import parse_host
 from rig.facts.report import NO_PYTHON, HostReport
@@ -139,18 +140,18 @@ def test_the_eight_card_example_is_explained() -> None:
 
 
 def test_explain_prints_recorded_facts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert explain_main(["--facts", str(TURIN), "--format", "json"]) == 0
+    assert kimi_rig(["explain", "--facts", str(TURIN), "--format", "json"]) == 0
     (page,) = json.loads(capsys.readouterr().out)
     assert page["host"] == "turin-direct"
-    assert explain_main(["--facts", str(TURIN)]) == 0
+    assert kimi_rig(["explain", "--facts", str(TURIN)]) == 0
     assert capsys.readouterr().out.startswith("turin-direct\n")
     (tmp_path / "broken.json").write_text("{}")
-    assert explain_main(["--facts", str(tmp_path / "broken.json")]) == 1
+    assert kimi_rig(["explain", "--facts", str(tmp_path / "broken.json")]) == 1
     assert "broken.json: facts of schema 1 are needed" in capsys.readouterr().err
 
 
 def test_explain_refuses_an_inventory_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain_main(["inventory/nosuch.py"]) == 1
+    assert kimi_rig(["explain", "inventory/nosuch.py"]) == 1
     assert "there is no inventory file inventory/nosuch.py" in capsys.readouterr().err
 
 

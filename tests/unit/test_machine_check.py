@@ -61,7 +61,7 @@ def test_a_virtual_environment_that_is_a_link_is_left_alone(tmp_path: Path) -> N
     checkout = tmp_path / "checkout"
     (checkout / "files" / "hostkit").mkdir(parents=True)
     (checkout / "requirements").mkdir()
-    for name in ("Makefile", "requirements/control.txt", "files/hostkit/pyproject.toml"):
+    for name in ("Makefile", "requirements/run.txt", "pyproject.toml", "files/hostkit/pyproject.toml"):
         (checkout / name).write_bytes((ROOT / name).read_bytes())
     (checkout / ".venv").symlink_to(tmp_path / "elsewhere")
     done = subprocess.run(["make", ".venv/ready"], cwd=checkout, capture_output=True, text=True, check=False)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rig.__main__ import main as kimi_rig
 from rig.artifacts.receipt import receipt_items
 from rig.catalog.entries import ROOT
 from rig.cli import status, tour
@@ -176,14 +177,14 @@ def test_a_host_that_cannot_be_reached_is_exit_1(tmp_path: Path, capsys: pytest.
     (tmp_path / "group_data").symlink_to(GROUP_DATA)
     inventory = tmp_path / "gone.py"
     inventory.write_text('gpu = [("gone", {"ssh_hostname": "127.0.0.1", "ssh_port": 9})]\n')
-    assert status.main([str(inventory), "--json"]) == 1
+    assert kimi_rig(["status", str(inventory), "--json"]) == 1
     [row] = json.loads(capsys.readouterr().out)
     assert (row["host"], row["reached"]) == ("gone", False)
     assert "refused" in row["trouble"]
 
 
 def test_a_host_that_is_no_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status.main([tour.INVENTORY]) == 1
+    assert kimi_rig(["status", tour.INVENTORY]) == 1
     assert capsys.readouterr().out == (
         "@fake/turin: cannot be reached: no machine stands behind this name (pyinfra's connectors)\n"
     )
@@ -202,7 +203,7 @@ def test_verification_says_in_a_line_a_host_why_there_is_none(tmp_path: Path) ->
 
 
 def test_the_tour_shows_plan_unit_reasons_and_how_to_talk(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tour.main([]) == 0
+    assert kimi_rig(["tour"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"@fake/turin: \d+ operations would change it", text)
     assert "refused" not in text

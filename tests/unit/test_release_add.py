@@ -7,18 +7,19 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from rig.__main__ import main as kimi_rig
 from rig.catalog import entries
-from rig.cli.arguments import USAGE
+from rig.cli.arguments import FAILED, USAGE
 from rig.maintain import locks, pin, release_add
 from rig.maintain.locks import LockError, Recipe
-from rig.maintain.release_add import Facts, differences, main, needs_of, newest
+from rig.maintain.release_add import Facts, differences, needs_of, newest
 from rigctl.engines import probes
 from tests.support.plans import INVENTORY, SHIPPED
 
@@ -122,7 +123,7 @@ def test_a_release_is_written_and_compared(repository: Path, capsys: pytest.Capt
     (repository / "facts").mkdir()
     (repository / "facts/vllm-0.33.0.json").write_text(OLD.text())
     before = (repository / "inventory/releases.yaml").read_text()
-    assert main(["vllm", "0.99.0"]) == release_add.WRITTEN_YET
+    assert kimi_rig(["release-add", "vllm", "0.99.0"]) == FAILED
     output = capsys.readouterr().out
     assert "configuration vllm-base: accepted" in output
     assert "configuration vllm-eagle3-custom: REFUSED: no" in output
@@ -136,7 +137,7 @@ def test_a_release_is_written_and_compared(repository: Path, capsys: pytest.Capt
     assert [one.packages for one in recipes] == [("vllm==0.99.0", "cuda-python>=13")] * 2
     assert {one.python for one in recipes} == {"3.11", "3.12"} == set(release.python)
     assert Facts.read("vllm-0.99.0", repository / "facts") is not None
-    assert main(["vllm", "0.99.0"]) == 1
+    assert kimi_rig(["release-add", "vllm", "0.99.0"]) == 1
     assert "is in releases.yaml already" in capsys.readouterr().err
 
 
@@ -150,7 +151,7 @@ def test_nothing_stays_when_it_fails(
         raise LockError("not resolved")
 
     monkeypatch.setattr(release_add, step, fails)
-    assert main(["vllm", "0.99.0"]) == 1
+    assert kimi_rig(["release-add", "vllm", "0.99.0"]) == 1
     assert "failed: not resolved" in capsys.readouterr().err
     assert files(repository) == before
 
@@ -158,27 +159,25 @@ def test_nothing_stays_when_it_fails(
 def test_nothing_stays_when_it_is_ended(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = files(repository)
     monkeypatch.setattr(release_add, "installed", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    assert main(["vllm", "0.99.0"]) == 1
+    assert kimi_rig(["release-add", "vllm", "0.99.0"]) == 1
     assert files(repository) == before
 
 
-@pytest.mark.parametrize("run", [main, pin.main])
-def test_wrong_usage_is_no_result(run: Callable[[list[str]], int]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run([])
-    assert ended.value.code == USAGE
+@pytest.mark.parametrize("verb", ["release-add", "pin"])
+def test_wrong_usage_is_no_result(verb: str) -> None:
+    assert kimi_rig([verb]) == USAGE
 
 
 @pytest.mark.parametrize(("version", "words"), [("newest", "is no version"), ("0.33.0", "in releases.yaml already")])
 def test_wrong_versions(repository: Path, capsys: pytest.CaptureFixture[str], version: str, words: str) -> None:
-    assert main(["vllm", version]) == 1
+    assert kimi_rig(["release-add", "vllm", version]) == 1
     assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("release", list(entries.load_catalog(None, SHIPPED).releases))
 def test_every_release_of_the_catalogue_is_recorded(release: str) -> None:
     facts = Facts.read(release)
-    assert facts is not None, f"python -m rig.maintain.release_add --record {release}"
+    assert facts is not None, f"kimi-rig release-add --record {release}"
     assert len(facts.options) > 100 and len(facts.metrics) > 10
 
 
@@ -190,5 +189,5 @@ def test_a_file_that_cannot_be_written_is_named(
         raise PermissionError(errno.EACCES, "Permission denied", "/there")
 
     monkeypatch.setattr(command, command.__name__.rpartition(".")[2].removeprefix("release_"), fails)
-    assert command.main(["kimi-k2.5-int4", "1"][: 1 if command is pin else 2]) == 1
+    assert kimi_rig(["pin", "kimi-k2.5-int4"] if command is pin else ["release-add", "vllm", "1"]) == 1
     assert "failed: /there: Permission denied" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -153,4 +152,4 @@ def test_an_answer_that_ends_is_no_yes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", ends)
-    assert not uninstall.agreed(argparse.Namespace(yes=False))
+    assert not uninstall.agreed()

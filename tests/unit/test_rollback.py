@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pyinfra.api.exceptions import PyinfraError
 
+from rig.__main__ import main as kimi_rig
 from rig.artifacts.rollback_states import (
     NoState,
     left_behind,
@@ -22,7 +23,6 @@ from rig.artifacts.rollback_states import (
     target,
     way_to,
 )
-from rig.cli.rollback import main
 from rig.facts.created import Created
 from rig.operations import rollback_states
 from rig.plan import removal
@@ -298,7 +298,7 @@ def test_uninstall_takes_the_states_along() -> None:
 
 
 def test_a_mistyped_inventory(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inventory/nosuch.py"]) == 1
+    assert kimi_rig(["rollback", "inventory/nosuch.py"]) == 1
     assert "there is no inventory file inventory/nosuch.py" in capsys.readouterr().err
 
 

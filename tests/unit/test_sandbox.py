@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from rig.__main__ import main as kimi_rig
+from rig.cli.sandbox import claim
 from rig.sandbox import Box, SandboxError, boot, build, machine
-from rig.sandbox.__main__ import claim, main
 from rig.sandbox.box import REPOSITORY, State, port_from
 from rig.sandbox.limits import not_enforced
 
@@ -155,7 +156,7 @@ def test_foreign_directory_is_neither_used_nor_deleted(
     for name in ("testbox", "linked"):
         with pytest.raises(SandboxError):
             claim(Box(name, tmp_path))
-        assert main(["--name", name, "rm"]) == 1
+        assert kimi_rig(["sandbox", "--name", name, "rm"]) == 1
         assert "nothing was deleted" in capsys.readouterr().err
     assert kept.exists()
 
@@ -172,8 +173,8 @@ def test_ssh_without_a_box_says_how_to_start_one(
 ) -> None:
     monkeypatch.setenv("KIMI_RIG_SANDBOX_DIR", str(tmp_path))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert main(["ssh", "true"]) == 1
-    assert capsys.readouterr().err == "sandbox: box sandbox is not running; start it: `make sandbox`\n"
+    assert kimi_rig(["sandbox", "ssh", "true"]) == 1
+    assert capsys.readouterr().err == "failed: box sandbox is not running; start it: `make sandbox`\n"
 
 
 def test_other_processes_are_never_taken_for_the_box(box: Box) -> None:

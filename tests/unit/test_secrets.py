@@ -107,7 +107,7 @@ def test_children_read_what_is_handed_on() -> None:
 def test_the_wrapper_asks_once_and_shows_nothing(tmp_path: Path) -> None:
     path = tmp_path / "hosts.py"
     path.write_text(f"gpu = [{(fake('one')[0], {**fake('one')[1], 'api_key_file': 'prompt'})!r}]\n")
-    command = [sys.executable, "-m", "rig.cli.converge", "plan", str(path), *GPU_DATA]
+    command = [sys.executable, "-m", "rig", "plan", str(path), *GPU_DATA]
     master, slave = pty.openpty()
     process = subprocess.Popen(
         command,

@@ -67,10 +67,10 @@ class Tree:
         )
 
     def plan(self, *options: str) -> subprocess.CompletedProcess[str]:
-        return self.run("rig.cli.converge", "plan", INVENTORY, *options)
+        return self.run("rig", "plan", INVENTORY, *options)
 
     def deploy(self, *options: str) -> subprocess.CompletedProcess[str]:
-        return self.run("rig.cli.converge", "deploy", INVENTORY, *options)
+        return self.run("rig", "deploy", "-v", INVENTORY, *options)
 
     def changes(self) -> list[dict[str, Any]]:
         """What a plain pyinfra run changes."""
@@ -136,7 +136,7 @@ def box(this_tree: Tree, engine_port: None) -> Iterator[Box]:
     os.environ["KIMI_RIG_SANDBOX_DIR"] = str(ROOT / ".sandbox" / "upgrade")
     os.environ["KIMI_RIG_SANDBOX_PORT"] = os.environ.get("KIMI_RIG_TEST_UPGRADE_PORT", "2324")
     found = Box()
-    succeeded(this_tree.run("rig.sandbox", "up"))
+    succeeded(this_tree.run("rig", "sandbox", "up"))
     yield found
     if not os.environ.get("KIMI_RIG_KEEP_BOX"):
-        succeeded(this_tree.run("rig.sandbox", "rm"))
+        succeeded(this_tree.run("rig", "sandbox", "rm"))

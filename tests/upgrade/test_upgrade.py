@@ -142,9 +142,9 @@ def test_a_second_deploy_changes_nothing(host: Host, before: Before, this_tree: 
 def test_status_and_verification_read_what_still_runs(host: Host, before: Before, this_tree: Tree) -> None:
     row = host.row()
     assert row["accepted_at"] and row["started"]["proved"] and row["watch"], row
-    status = succeeded(this_tree.run("rig.cli.status", INVENTORY)).stdout
+    status = succeeded(this_tree.run("rig", "status", INVENTORY)).stdout
     assert CONFIGURATION in status and "stale" not in status and "would change" not in status, status
-    [found] = json.loads(succeeded(this_tree.run("rig.cli.status", INVENTORY, "--json")).stdout)
+    [found] = json.loads(succeeded(this_tree.run("rig", "status", INVENTORY, "--json")).stdout)
     assert ([one["configuration"] for one in found["services"]], found["drift"]) == ([CONFIGURATION], []), found
     succeeded(this_tree.verify())
     undisturbed(host, before)
@@ -164,11 +164,11 @@ def test_a_rollback_returns_and_the_old_unit_starts(host: Host, before: Before, 
         # This version changes no unit: one more deploy gives the rollback something to return from.
         succeeded(this_tree.deploy("--pyinfra=--data", '--pyinfra=supervision={"kept_runs": 9}'))
         assert host.ssh(FILES) != before.files
-    succeeded(this_tree.run("rig.cli.rollback", INVENTORY))
+    succeeded(this_tree.run("rig", "rollback", INVENTORY))
     assert host.ssh(FILES) == before.files
     host.ssh(f"systemctl restart {UNIT}")
     host.healthy()
-    assert "rolled back to state" in this_tree.run("rig.cli.status", INVENTORY).stdout
+    assert "rolled back to state" in this_tree.run("rig", "status", INVENTORY).stdout
 
 
 def test_it_comes_back_also_by_a_fallback(host: Host, before: Before, this_tree: Tree) -> None:
@@ -186,10 +186,10 @@ def test_it_comes_back_also_by_a_fallback(host: Host, before: Before, this_tree:
 def test_what_a_newer_version_left_is_refused_before_anything_changes(host: Host, this_tree: Tree) -> None:
     running, files = host.serving(), host.ssh(f"{FILES}; {KEPT}")
     states = f"{layout.STATES}/????????????.json"
-    back = ("rig.cli.rollback", INVENTORY, "--to", host.ssh(f"basename $(ls -t {states} | tail -n 1) .json").strip())
+    back = ("rig", "rollback", INVENTORY, "--to", host.ssh(f"basename $(ls -t {states} | tail -n 1) .json").strip())
     for path, arguments, words in (
-        (layout.RECEIPT, ("rig.cli.converge", "plan", INVENTORY), "newer than this version of kimi-rig reads"),
-        (layout.RECEIPT, ("rig.cli.converge", "deploy", INVENTORY), "newer than this version of kimi-rig reads"),
+        (layout.RECEIPT, ("rig", "plan", INVENTORY), "newer than this version of kimi-rig reads"),
+        (layout.RECEIPT, ("rig", "deploy", INVENTORY), "newer than this version of kimi-rig reads"),
         (states, back, "of another version of kimi-rig"),
     ):
         host.ssh(f'for f in {path}; do cp -p $f $f.kept; sed -i \'s/"format": [0-9]*/"format": 99/\' $f; done')

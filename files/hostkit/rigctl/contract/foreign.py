@@ -5,6 +5,7 @@ line above. Both programs send all their output through `Gate` (tests/unit/test_
 """
 
 import re
+from shutil import get_terminal_size
 from typing import Any, TextIO, cast
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -60,6 +61,11 @@ class Gate:
             return text
         lines = text.split("\n")
         return "\n".join(line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..." for line in lines)
+
+    def show(self, text: str) -> None:
+        """Let a line of a terminal read `text`, cut to its width, in place of what stands there. Empty: clear it."""
+        self._stream.write(f"\r{one_line(text, get_terminal_size().columns - 1)}\x1b[K")
+        self._stream.flush()
 
     def writelines(self, lines: Any) -> None:
         for line in lines:

@@ -1,6 +1,5 @@
-"""python -m rig.sandbox {up,stop,rm,ssh,status}: the life of a box."""
+"""`kimi-rig sandbox`: the life of a box."""
 
-import argparse
 import fcntl
 import os
 import platform
@@ -9,15 +8,37 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
-from rig.cli.arguments import Options, Verbs, parse
+import click
+
+from rig.cli.arguments import FAILED, Verb
 from rig.sandbox import boot, build, limits
 from rig.sandbox.box import DEFAULT_NAME, Box, SandboxError, State, write_atomic
 from rig.sandbox.machine import check_supported, survey
 
-NOT_RUNNING = 3  # exit status of `status`, as systemctl's
+
+class BoxVerb(Verb):
+    """A verb of the sandbox: not begun on a machine that cannot have a box."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        check_supported(platform.system(), platform.machine(), os.geteuid())
+        return super().invoke(ctx)
+
+
+def _verb(name: str, **settings: Any) -> Callable[[Callable[..., Any]], click.Command]:
+    again = "`make sandbox` goes on from here"
+    return sandbox_command.command(name, cls=BoxVerb, interrupted=again, **settings)
+
+
+@click.group("sandbox")
+@click.option("--name", default=DEFAULT_NAME, show_default=True, help="Which box.")
+@click.pass_context
+def sandbox_command(context: click.Context, name: str) -> None:
+    """The box: a Debian machine that systemd-nspawn boots on this computer, reached over SSH like a real host."""
+    context.obj = Box(name)
 
 
 def say(box: Box, text: str) -> None:
@@ -62,8 +83,11 @@ def claim(box: Box) -> None:
     write_atomic(box.marker, f"{box.name}\n")
 
 
+@_verb("up")
+@click.option("--user", "login", help="Who logs in: root, or a user that is made with sudo rights. Default: root.")
+@click.pass_obj
 def up(box: Box, login: str | None) -> int:
-    """Make the box as far as it is not there, and boot it."""
+    """Make the box as far as it is not there, and boot it. Quick when it runs."""
     state = box.planned(login=login)
     with locked(box) as lock:
         if boot.is_running(box):
@@ -138,6 +162,8 @@ def finish(box: Box, state: State) -> None:
     say(box, f"running: ssh -F {box.ssh_config} {box.name}")
 
 
+@_verb("stop")
+@click.pass_obj
 def stop(box: Box) -> int:
     """Power the box off."""
     if not box.directory.exists():
@@ -150,6 +176,8 @@ def stop(box: Box) -> int:
     return 0
 
 
+@_verb("rm")
+@click.pass_obj
 def remove(box: Box) -> int:
     """Power the box off and delete it with all that is in it."""
     if not box.directory.exists() and not box.directory.is_symlink():
@@ -171,8 +199,14 @@ def remove(box: Box) -> int:
     return 0
 
 
+@_verb("ssh", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@click.pass_obj
 def ssh(box: Box, command: Sequence[str]) -> int:
-    """Run a command in the box, or a login shell without one; does not return when it could start."""
+    """Run COMMAND in the box: one word is a shell line, several are an argv, none is a login shell.
+
+    The exit code is the command's own.
+    """
     if boot.keeper(box) is None:
         raise SandboxError(f"box {box.name} is not running; start it: `make sandbox`")
     # One word is a line for the shell in the box, several are an argv to be taken as they are.
@@ -182,12 +216,14 @@ def ssh(box: Box, command: Sequence[str]) -> int:
     os.execvp(argv[0], argv)  # noqa: S606 - becomes ssh: streams, signals and exit status are its own
 
 
+@_verb("status")
+@click.pass_obj
 def status(box: Box) -> int:
-    """Print what the box is and does; 0 when it runs, 3 when not."""
+    """Print state, size and limits; exit code 1 when it does not run."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # status | head
     if not box.marker.is_file():
         say(box, "there is no such box")
-        return NOT_RUNNING
+        return FAILED
     state = box.state()
     running = boot.is_running(box)
     if running:
@@ -205,48 +241,10 @@ def status(box: Box) -> int:
         for name, result in document["limits"].items():
             word = {True: "enforced", False: "NOT enforced", None: "unknown"}[result["enforced"]]
             say(box, f"  {name:<24} {word:<13} {result['note']}")
-    return 0 if running else NOT_RUNNING
+    return 0 if running else FAILED
 
 
 def size_of(box: Box) -> str:
     command = ["du", "-shx", str(box.directory)]
     done = subprocess.run(command, capture_output=True, errors="replace", check=False)
     return f"{done.stdout.split()[0]}B" if done.stdout else "?"
-
-
-NAME: Options = {"--name": {"default": DEFAULT_NAME, "help": "which box (default: %(default)s)"}}
-USER = {"--user": {"help": "who logs in: root (default), or a user made with sudo rights"}}
-COMMAND = {"command": {"nargs": argparse.REMAINDER, "help": "one word: a shell line; several: an argv"}}
-VERBS: Verbs = {
-    "up": (lambda asked: up(Box(asked.name), asked.user), "make and boot it; quick when it runs", USER),
-    "stop": (lambda asked: stop(Box(asked.name)), "power it off", {}),
-    "rm": (lambda asked: remove(Box(asked.name)), "power it off and delete it", {}),
-    "status": (lambda asked: status(Box(asked.name)), "state, size, limits; exit status 3 when it does not run", {}),
-    "ssh": (
-        lambda asked: ssh(Box(asked.name), asked.command[asked.command[:1] == ["--"] :]),
-        "run one command in it; its exit status is returned",
-        COMMAND,
-    ),
-}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0 done, 1 failed with one line on stderr, 64 wrong usage, 130 interrupted; `ssh`: the command's own."""
-    asked = parse("rig.sandbox", __doc__, arguments, NAME, VERBS)
-    try:
-        check_supported(platform.system(), platform.machine(), os.geteuid())
-        code: int = asked.run(asked)
-        return code
-    except SandboxError as error:
-        print(f"sandbox: {error}", file=sys.stderr)
-        return 1
-    except (OSError, subprocess.CalledProcessError) as error:
-        print(f"sandbox: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("sandbox: interrupted; `make sandbox` goes on from here", file=sys.stderr)
-        return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())
