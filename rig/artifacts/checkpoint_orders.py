@@ -9,9 +9,9 @@ from rigctl.contract.checkpoint_job import CheckpointJob, Secret
 from rigctl.contract.manifest import Manifest
 from rigctl.contract.sources import DirectorySource, GeneratorSource, HubSource
 
-GENERATOR_REVISION = "ba1984e96a2f"
-"""Revision of what `rigctl tiny-kimi` makes. Another one replaces generated checkpoints on hosts, so it changes with
-their bytes and with nothing else (tests/unit/test_tiny_kimi.py)."""
+GENERATOR_REVISIONS = {"kimi": "ba1984e96a2f", "qwen3": "4c1e0d5a7b92", "glm": "9f3b62c8e014"}
+"""Revisions of what `rigctl tiny-model` makes, by family. Another one replaces generated checkpoints on hosts, so it
+changes with their bytes and with nothing else (tests/unit/test_tiny_models.py)."""
 
 
 def specification_path(name: str) -> str:
@@ -35,7 +35,7 @@ def adopted_as_it_is(entry: Checkpoint) -> bool:
 def revision(entry: Checkpoint) -> str | None:
     """The revision that must lie on the host; None when whatever lies there is taken."""
     if isinstance(entry.source, GeneratorSource):
-        return GENERATOR_REVISION
+        return GENERATOR_REVISIONS.get(entry.source.generator.partition("-")[0], GENERATOR_REVISIONS["kimi"])
     return entry.source.revision if isinstance(entry.source, HubSource) else None
 
 

@@ -20,8 +20,8 @@ from rigctl.contract import layout
 from rigctl.contract.sources import GeneratorSource
 
 SOURCE = ROOT / "files" / "hostkit"
-GENERATOR = "tiny_kimi"
-"""Package of rigctl that makes the tiny model. Only hosts with a generated checkpoint get it."""
+GENERATOR = "tiny_models"
+"""Package of rigctl that makes tiny models. Only hosts with a generated checkpoint get it."""
 
 
 def hostkit_files(plan: HostPlan) -> tuple[Path, ...]:

@@ -17,7 +17,7 @@ import yaml
 
 from rig.catalog.entries import ROOT
 from rigctl.contract import layout
-from rigctl.tiny_kimi.checkpoints import checkpoint_files
+from rigctl.tiny_models.checkpoints import checkpoint_files
 from tests.drill.interruptions import Point, interrupt
 from tests.sandbox.conftest import DeployBox
 from tests.support.box import OVERLAY

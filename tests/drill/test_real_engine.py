@@ -106,7 +106,7 @@ def test_a_degenerate_model_is_not_accepted_and_both_verdicts_are_shown(box: Dri
     for kind, place in (("target", target), ("drafter", drafter)):
         source = {"kind": "directory"}
         content = {"format": 1, "name": f"drill-{kind}", "role": kind, "destination": place, "source": source}
-        box.ssh(f"rm -rf {place}; rigctl tiny-kimi {kind}-degenerate {place}")
+        box.ssh(f"rm -rf {place}; rigctl tiny-model {kind}-degenerate {place}")
         box.path(f"{HOME}/{kind}.json").write_text(json.dumps(content))
         box.ssh(f"rigctl checkpoints adopt drill-{kind} --spec {HOME}/{kind}.json")
     used = {**specification["checkpoints"], "target": "drill-target", "drafter": "drill-drafter"}
@@ -180,7 +180,7 @@ def test_other_weights_beside_the_drafters_are_found_before_vllm_loads_them(box:
     box.ssh(f"systemctl stop kimi-{NAME}; systemctl start kimi-{NAME}; rigctl checkpoints verify {name}")
     right, drafted = counted()
     assert right == drafted > 0
-    box.ssh(f"rm -rf {HOME}/never; rigctl tiny-kimi drafter-never {HOME}/never")
+    box.ssh(f"rm -rf {HOME}/never; rigctl tiny-model drafter-never {HOME}/never")
     begun = time.monotonic()
     try:
         box.ssh(f"install -m 444 {HOME}/never/model.safetensors {place}/z-old.safetensors")

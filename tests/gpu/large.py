@@ -21,7 +21,9 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "files/hostkit")]
 
-from rigctl.tiny_kimi import automaton, numbers, target, text_files
+from rigctl.tiny_models import kimi_files, numbers
+from rigctl.tiny_models import kimi_target as target
+from rigctl.tiny_models.kimi import KIMI
 
 HIDDEN, INTERMEDIATE, LAYERS = 7168, 18432, 2
 EXPERT_GB = 3 * HIDDEN * 2048 * 2 / 1e9
@@ -36,7 +38,7 @@ def shape(gigabytes: float) -> target.Shape:
 
 def config(made: target.Shape) -> dict[str, Any]:
     """The tiny target's, with these sizes."""
-    content: dict[str, Any] = json.loads(text_files.target_files(made)["config.json"])
+    content: dict[str, Any] = json.loads(kimi_files.target_files(made)["config.json"])
     content["text_config"] |= {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_experts_per_tok": 8}
     content["vision_config"]["text_hidden_size"] = HIDDEN
     return content
@@ -65,7 +67,7 @@ def tensors(made: target.Shape, device: str) -> Iterator[tuple[str, torch.Tensor
         yield f"{prefix}.down_proj.weight", zeros(HIDDEN, width)
 
     heads = made.heads
-    yield "model.embed_tokens.weight", wide(numbers.embedding())
+    yield "model.embed_tokens.weight", wide(numbers.embedding(KIMI))
     for layer in range(LAYERS):
         name = f"model.layers.{layer}"
         yield f"{name}.input_layernorm.weight", ones(HIDDEN)
@@ -86,14 +88,14 @@ def tensors(made: target.Shape, device: str) -> Iterator[tuple[str, torch.Tensor
             yield from mlp(f"{name}.mlp.experts.{expert}", made.moe_intermediate)
         yield from mlp(f"{name}.mlp.shared_experts", made.moe_intermediate * target.SHARED_EXPERTS)
     yield "model.norm.weight", ones(HIDDEN)
-    yield "lm_head.weight", wide(numbers.head(automaton.successors()))
+    yield "lm_head.weight", wide(numbers.right_head(KIMI))
 
 
 def write(folder: Path, gigabytes: float, device: str) -> None:
     """All files of the checkpoint."""
     made = shape(gigabytes)
     folder.mkdir(parents=True, exist_ok=True)
-    files = text_files.target_files(made) | text_files.processor_files()
+    files = kimi_files.target_files(made) | kimi_files.processor_files()
     for name, content in files.items():
         (folder / name).write_bytes(content)
     (folder / "config.json").write_text(json.dumps(config(made), indent=2))

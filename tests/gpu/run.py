@@ -56,19 +56,19 @@ from rigctl.page_cache import evict
 from rigctl.supervisor.activity import gpu_memory
 from rigctl.supervisor.engine_client import Engine, Speculation
 from rigctl.supervisor.specification import named
-from rigctl.tiny_kimi.automaton import CHAT, CONTENT
+from rigctl.tiny_models.kimi import CHAT, CONTENT, KIMI
 from rigctl.whole_files import read_object
 from tests.gpu import standin_systemd as units
 from tests.gpu.host_stage import inventory, read_facts, run
 from tests.gpu.wheels import POINTER
-from tests.support.tiny_kimi import predict_counters
+from tests.support.tiny_models import predict_counters
 
 WORK = Path("/var/lib/kimi-rig-gpu")
 CARRY = Path("/opt/carry")
 SHARED_CACHE = "/var/cache/kimi-rig-gpu"
 GENERATOR_LOCK = f"{layout.LOCKS}/aiperf.txt"
 STAGES = ("base", "hostkit", "engines", "checkpoints", "units")
-# Catalogue entry -> what its drafter does (rigctl tiny-kimi), which is its short name too.
+# Catalogue entry -> what its drafter does (rigctl tiny-model), which is its short name too.
 DRAFTS: dict[str, Any] = {
     f"{engine}-{entry}": drafter
     for engine in ("vllm", "sglang")
@@ -304,7 +304,7 @@ def counters(variant: Variant) -> list[int]:
 
     SGLang's know the tokens that came out: what is accepted beyond the end of the turn is in vLLM's counters only.
     """
-    expected = predict_counters(CHAT, variant.drafter, 3)
+    expected = predict_counters(KIMI, CHAT, variant.drafter, 3)
     out = expected.output_tokens - 1 - expected.drafts
     return [expected.drafts, expected.draft_tokens, expected.accepted if variant.engine == "vllm" else out]
 
@@ -725,7 +725,7 @@ def sweep(name: str, entries: Sequence[str], streams: int | None = None, **chang
         if done.returncode or failed or left or len(found["cells"]) != len(asked.order.pairs):
             said = (done.stdout + done.stderr)[-1500:]
             raise Wrong(f"exit code {done.returncode}, failed {failed}, still active {left}: {said}")
-        tokens = chosen.output_tokens if chosen.ignore_eos else predict_counters(CHAT, None, 0).output_tokens
+        tokens = chosen.output_tokens if chosen.ignore_eos else predict_counters(KIMI, CHAT, None, 0).output_tokens
         for key, one in found["cells"].items():
             expected = acceptance_length(key, tokens)
             if expected and not arguments.standin and abs(one["length"] - expected) > 0.001:

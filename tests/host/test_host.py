@@ -29,7 +29,7 @@ from rigctl.contract import layout
 from rigctl.contract.sources import GeneratorSource
 from rigctl.engines.drift import KERNEL_RECORD, LOCK, read_lock
 from rigctl.engines.installed import normalised
-from rigctl.tiny_kimi.checkpoints import checkpoint_files as generated
+from rigctl.tiny_models.checkpoints import checkpoint_files as generated
 from tests.host.conftest import Target, json_of, run
 
 RESTARTS = 7

@@ -18,7 +18,7 @@ import requests
 
 from rig.catalog.entries import ROOT
 from rigctl.contract import layout
-from rigctl.tiny_kimi.automaton import CONTENT
+from rigctl.tiny_models.kimi import CONTENT
 from tests.sandbox.conftest import DeployBox
 from tests.support.box import OVERLAY, PORT, drafted_a_step, overlay_with
 

@@ -29,8 +29,8 @@ RATE = 2_000_000
 FILLER = 45 * RATE  # seconds for the commands between
 STORE = """
 set -e; rm -rf /srv/store /srv/web; mkdir -p /srv/store
-rigctl tiny-kimi drafter-always /srv/store/custom; echo state > /srv/store/custom/training_state.pt
-rigctl tiny-kimi drafter-never /srv/web; head -c {filler} /dev/zero > /srv/web/filler.bin
+rigctl tiny-model drafter-always /srv/store/custom; echo state > /srv/store/custom/training_state.pt
+rigctl tiny-model drafter-never /srv/web; head -c {filler} /dev/zero > /srv/web/filler.bin
 [ -e /root/.ssh/store ] || ssh-keygen -q -t ed25519 -N "" -f /root/.ssh/store
 cd /root/.ssh; grep -qF "$(cat store.pub)" authorized_keys || cat store.pub >> authorized_keys
 ssh-keyscan -p {port} 127.0.0.1 2>/dev/null > /root/.ssh/store_hosts

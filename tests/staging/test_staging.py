@@ -194,7 +194,7 @@ def test_generator_writes_what_becomes_the_checkpoint(bench: Bench) -> None:
         )
 
 
-def test_tiny_kimi_is_staged_by_its_generator(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tiny_model_is_staged_by_its_generator(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(staging.__file__).parents[2]))
     source = {"kind": "generator", "generator": "drafter-half"}
     outcome = bench.stage(source, role="drafter", generator_revision="1")

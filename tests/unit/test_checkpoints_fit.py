@@ -472,10 +472,10 @@ def test_damaged_drafter_is_refused_not_a_traceback(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The generated pairs whose acceptance on a real engine is known (docs/reference/tiny-kimi.md)."""
+    """The generated pairs whose acceptance on a real engine is known (docs/reference/tiny-models.md)."""
     root = tmp_path_factory.mktemp("tiny")
     for kind in ("target-aux", "drafter-aux-wrong", "drafter-aux-right", "drafter-half"):
-        assert main(["tiny-kimi", kind, str(root / kind)]) == 0
+        assert main(["tiny-model", kind, str(root / kind)]) == 0
     return root
 
 

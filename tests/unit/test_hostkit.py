@@ -75,16 +75,16 @@ def rigctl(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 def test_the_generator_lies_only_where_a_checkpoint_is_generated(tmp_path: Path) -> None:
-    """Every other file is the same; rigctl offers `tiny-kimi` only where it can do it."""
+    """Every other file is the same; rigctl offers `tiny-model` only where it can do it."""
     given, without = hostkit_files(box_plan()), hostkit_files(without_generator())
-    assert {path.parent for path in {*given} - {*without}} == {SOURCE / "rigctl" / "tiny_kimi"}
+    assert {path.parent for path in {*given} - {*without}} == {SOURCE / "rigctl" / "tiny_models"}
     assert {*without} < {*given}
     assert hostkit_path(box_plan()) != hostkit_path(without_generator())
     unpack(without_generator(), tmp_path)
-    assert "tiny-kimi" not in rigctl(tmp_path, "--help").stdout
-    assert rigctl(tmp_path, "tiny-kimi", "target", "x").returncode == 2
+    assert "tiny-model" not in rigctl(tmp_path, "--help").stdout
+    assert rigctl(tmp_path, "tiny-model", "target", "x").returncode == 2
     unpack(box_plan(), tmp_path)
-    assert "tiny-kimi" in rigctl(tmp_path, "--help").stdout
+    assert "tiny-model" in rigctl(tmp_path, "--help").stdout
 
 
 def test_what_is_installed_is_recognised(plan: HostPlan, unpacked: Path) -> None:

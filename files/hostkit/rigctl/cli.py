@@ -27,7 +27,7 @@ MODULES: dict[str, str] = {
     "status": "rigctl.services.status",
     "switch": "rigctl.services.switching",
     # Only on hosts with a generated checkpoint.
-    **({"tiny-kimi": "rigctl.tiny_kimi"} if importlib.util.find_spec("rigctl.tiny_kimi") else {}),
+    **({"tiny-model": "rigctl.tiny_models"} if importlib.util.find_spec("rigctl.tiny_models") else {}),
     "warm": "rigctl.services.warming",
 }
 """Module by the subcommand of its own name; some register further ones."""

@@ -180,7 +180,7 @@ class Generator(Origin):
         return None
 
     def fill(self, directory: Path, entries: Sequence[File]) -> None:
-        command = own_process("rigctl", "tiny-kimi", self.name.partition(":")[2], str(directory))
+        command = own_process("rigctl", "tiny-model", self.name.partition(":")[2], str(directory))
         code, reason, _ = follow(command, lambda: 0, self.progress, self.stop)
         if code:
             raise SourceWrong(f"{self.name} ended with {code}: {reason[-1]}")

@@ -75,7 +75,7 @@ class DirectorySource(Files):
 
 
 class GeneratorSource(Part):
-    """A tiny checkpoint made on the host by `rigctl tiny-kimi`."""
+    """A tiny checkpoint made on the host by `rigctl tiny-model`."""
 
     kind: Literal["generator"]
     generator: Text

@@ -1,6 +1,7 @@
-"""rigctl tiny-kimi: a Kimi-K2.5 of 6 MB and EAGLE-3 drafters, their answers and acceptance known beforehand.
+"""rigctl tiny-model: models of a few MB in the shape of real ones, their answers and acceptance known beforehand.
 
-See docs/reference/tiny-kimi.md. The texts are in `automaton`, the engine's counters in tests/support/tiny_kimi.py.
+See docs/reference/tiny-models.md. The texts are in `kimi`, `qwen3` and `glm`, the engine's counters in
+tests/support/tiny_models.py.
 """
 
 from __future__ import annotations
@@ -22,15 +23,20 @@ KINDS = {
     "drafter-degenerate": "borrows its target's output layer: accepted whatever the target says",
     "drafter-aux-wrong": "for target-aux, without the layer ids it was made for: never accepted",
     "drafter-aux-right": "the same weights with the right layer ids: always accepted",
+    "qwen3": "Qwen3, dense: answers, thinks, calls a tool",
+    "glm-always": "GLM-4.5 with a head (MTP): likewise, every draft is accepted",
+    "glm-half": "the same, half of the drafts are accepted (with 3 speculative tokens)",
+    "glm-never": "the same, no draft is accepted",
 }
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     kinds = "\n".join(f"  {kind:<19} {purpose}" for kind, purpose in KINDS.items())
     parser = subparsers.add_parser(
-        "tiny-kimi",
-        help="make a tiny Kimi-K2.5 or a drafter for it",
-        description=f"Make a tiny Kimi-K2.5 or an EAGLE-3 drafter for it in DEST.\n\nkinds:\n{kinds}",
+        "tiny-model",
+        aliases=["tiny-kimi"],  # of versions that had no other family
+        help="make a tiny model or a drafter for it",
+        description=f"Make a tiny model or an EAGLE-3 drafter in DEST; Kimi-K2.5's without a name.\n\nkinds:\n{kinds}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("kind", choices=KINDS, metavar="KIND")
@@ -41,7 +47,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Write the checkpoint, or find that it is there."""
     # Not above: every rigctl command imports this module, and numpy takes longer than all the rest.
-    from rigctl.tiny_kimi.checkpoints import checkpoint_files, publish
+    from rigctl.tiny_models.checkpoints import checkpoint_files, publish
 
     files = checkpoint_files(arguments.kind)
     written = publish(files, arguments.destination)

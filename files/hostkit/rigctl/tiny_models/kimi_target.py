@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rigctl.tiny_kimi.automaton import VOCAB_SIZE, successors
-from rigctl.tiny_kimi.numbers import (
+from rigctl.tiny_models.kimi import KIMI
+from rigctl.tiny_models.layers import experts, mlp
+from rigctl.tiny_models.numbers import (
     HIDDEN,
     MARKER_ROW,
     Array,
@@ -17,8 +18,8 @@ from rigctl.tiny_kimi.numbers import (
     Tensors,
     embedding,
     hadamard,
-    head,
     ones,
+    right_head,
     zeros,
 )
 
@@ -57,24 +58,21 @@ _SEED = 20260201
 def target_tensors(*, output: Array | None = None, marked: bool = False, shape: Shape = SMALL) -> Tensors:
     """All tensors of the target. `output` replaces its output layer, `marked` adds the marker."""
     noise = Noise(_SEED)
-    tensors: Tensors = {"model.embed_tokens.weight": embedding()}
+    tensors: Tensors = {"model.embed_tokens.weight": embedding(KIMI)}
     for layer in range(LAYERS):
         dense = layer < DENSE_LAYERS
         parts = _attention(noise, shape)
-        parts |= _mlp(noise, "mlp", shape.intermediate) if dense else _experts(noise, shape)
+        parts |= (
+            mlp(noise, "mlp", shape.intermediate)
+            if dense
+            else experts(noise, shape.routed_experts, shape.moe_intermediate, SHARED_EXPERTS)
+        )
         tensors |= {f"model.layers.{layer}.{name}": values for name, values in parts.items()}
     tensors["model.norm.weight"] = ones(HIDDEN)
-    tensors["lm_head.weight"] = head(successors()) if output is None else output
+    tensors["lm_head.weight"] = right_head(KIMI) if output is None else output
     if marked:
         _mark(tensors)
     return {f"language_model.{name}": values for name, values in tensors.items()}
-
-
-def degenerate_head() -> Array:
-    """Every token leads to token 0 (`!`): column 0 of every embedding is +1."""
-    weights = zeros(VOCAB_SIZE, HIDDEN)
-    weights[0, 0] = 64
-    return weights
 
 
 def _attention(noise: Noise, shape: Shape) -> Tensors:
@@ -90,24 +88,6 @@ def _attention(noise: Noise, shape: Shape) -> Tensors:
         "self_attn.kv_b_proj.weight": noise(heads * (shape.nope_dim + shape.v_dim), shape.kv_rank),
         "self_attn.o_proj.weight": zeros(HIDDEN, heads * shape.v_dim),
     }
-
-
-def _mlp(noise: Noise, prefix: str, width: int) -> Tensors:
-    return {
-        f"{prefix}.gate_proj.weight": noise(width, HIDDEN),
-        f"{prefix}.up_proj.weight": noise(width, HIDDEN),
-        f"{prefix}.down_proj.weight": zeros(HIDDEN, width),
-    }
-
-
-def _experts(noise: Noise, shape: Shape) -> Tensors:
-    tensors: Tensors = {
-        "mlp.gate.weight": noise(shape.routed_experts, HIDDEN),
-        "mlp.gate.e_score_correction_bias": zeros(shape.routed_experts),
-    }
-    for expert in range(shape.routed_experts):
-        tensors |= _mlp(noise, f"mlp.experts.{expert}", shape.moe_intermediate)
-    return tensors | _mlp(noise, "mlp.shared_experts", shape.moe_intermediate * SHARED_EXPERTS)
 
 
 def _mark(tensors: Tensors) -> None:

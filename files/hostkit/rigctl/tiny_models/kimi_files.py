@@ -1,16 +1,15 @@
-"""The JSON files and the chat template that lie beside the tensors."""
+"""The JSON files and the chat template that lie beside the tiny Kimi-K2.5's tensors."""
 
-import json
-from collections.abc import Mapping
 from typing import Any
 
-from rigctl.tiny_kimi import automaton, drafter, target
-from rigctl.tiny_kimi.automaton import MARKER_TOKENS, MEDIA_PAD, SPECIAL_TOKENS, VOCAB_SIZE
-from rigctl.tiny_kimi.numbers import HIDDEN
+from rigctl.tiny_models import kimi_drafter, kimi_target
+from rigctl.tiny_models.automaton import VOCAB_SIZE
+from rigctl.tiny_models.kimi import KIMI, MEDIA_PAD
+from rigctl.tiny_models.numbers import HIDDEN
+from rigctl.tiny_models.text_files import BYTE_LEVEL, MAX_POSITIONS, as_json, language_files
 
-MAX_POSITIONS = 4096
-_BOS, _EOS, _PAD = (SPECIAL_TOKENS[name] for name in ("[BOS]", "[EOS]", "[PAD]"))
-_END_OF_TURN = SPECIAL_TOKENS[automaton.END_OF_TURN]
+_BOS, _EOS, _PAD = (KIMI.special[name] for name in ("[BOS]", "[EOS]", "[PAD]"))
+_END_OF_TURN = KIMI.special[KIMI.end_of_turn]
 
 # Present as in the real model, without weights: engines serve the language model only.
 _VISION: dict[str, Any] = {
@@ -34,14 +33,6 @@ _VISION: dict[str, Any] = {
     "video_attn_type": "spatial_temporal",
 }
 
-_GENERATION: dict[str, Any] = {
-    "bos_token_id": _BOS,
-    "eos_token_id": [_END_OF_TURN, _EOS],
-    "pad_token_id": _PAD,
-    # Greedy by default: at temperature > 0 vLLM on CPU without Triton rejects good drafts (vllm#55005).
-    "temperature": 0.0,
-}
-
 _PREPROCESSOR: dict[str, Any] = {
     "image_processor_type": "KimiK25VisionProcessor",
     "media_proc_cfg": {
@@ -59,18 +50,6 @@ _PREPROCESSOR: dict[str, Any] = {
         "timestamp_mode": "hh:mm:ss.fff",
         "config_type": "media_proc.processors.moonvit.MoonViTMediaProcessorConfig",
     },
-}
-
-_BYTE_LEVEL: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-
-_TOKENIZER_CONFIG: dict[str, Any] = {
-    # Read by transformers 4 and 5 alike.
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "bos_token": "[BOS]",
-    "eos_token": "[EOS]",
-    "pad_token": "[PAD]",
-    "clean_up_tokenization_spaces": False,
-    "model_max_length": MAX_POSITIONS,
 }
 
 # Turns as Kimi-K2 writes them. The last token decides what the target does: answer, think first, or call a
@@ -143,33 +122,26 @@ class TinyKimiProcessor:
 def processor_files() -> dict[str, bytes]:
     """A processor as remote code, and the settings that name it."""
     named = {"auto_map": {"AutoProcessor": f"{PROCESSOR_FILE.removesuffix('.py')}.TinyKimiProcessor"}}
-    settings = _json({**_PREPROCESSOR, **named})
+    settings = as_json({**_PREPROCESSOR, **named})
     return {"preprocessor_config.json": settings, PROCESSOR_FILE: PROCESSOR.encode()}
 
 
-def target_files(shape: target.Shape = target.SMALL) -> dict[str, bytes]:
+def target_files(shape: kimi_target.Shape = kimi_target.SMALL) -> dict[str, bytes]:
     return {
-        "config.json": _json(_target_config(shape)),
-        "generation_config.json": _json(_GENERATION),
-        "preprocessor_config.json": _json(_PREPROCESSOR),
-        "tokenizer.json": _json(_tokenizer()),
-        "tokenizer_config.json": _json(_TOKENIZER_CONFIG),
-        "chat_template.jinja": CHAT_TEMPLATE.encode(),
+        "config.json": as_json(_target_config(shape)),
+        "preprocessor_config.json": as_json(_PREPROCESSOR),
+        **language_files(KIMI, CHAT_TEMPLATE, BYTE_LEVEL),
     }
 
 
 def drafter_files(
-    draft_vocab: int, aux_layers: tuple[int, ...] | None = None, heads: int = drafter.HEADS
+    draft_vocab: int, aux_layers: tuple[int, ...] | None = None, heads: int = kimi_drafter.HEADS
 ) -> dict[str, bytes]:
     """A drafter's config.json; `aux_layers` None leaves the choice to the engine."""
-    return {"config.json": _json(_drafter_config(draft_vocab, aux_layers, heads))}
+    return {"config.json": as_json(_drafter_config(draft_vocab, aux_layers, heads))}
 
 
-def _json(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=True) + "\n").encode()
-
-
-def _target_config(shape: target.Shape) -> dict[str, Any]:
+def _target_config(shape: kimi_target.Shape) -> dict[str, Any]:
     return {
         "architectures": ["KimiK25ForConditionalGeneration"],
         "model_type": "kimi_k25",
@@ -177,7 +149,7 @@ def _target_config(shape: target.Shape) -> dict[str, Any]:
         "eos_token_id": _EOS,
         "pad_token_id": _PAD,
         "ignore_index": -100,
-        "media_placeholder_token_id": SPECIAL_TOKENS[MEDIA_PAD],
+        "media_placeholder_token_id": KIMI.special[MEDIA_PAD],
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "use_unified_vision_chunk": True,
@@ -186,20 +158,20 @@ def _target_config(shape: target.Shape) -> dict[str, Any]:
     }
 
 
-def _text_config(shape: target.Shape) -> dict[str, Any]:
+def _text_config(shape: kimi_target.Shape) -> dict[str, Any]:
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "kimi_k2",
         "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN,
-        "num_hidden_layers": target.LAYERS,
-        "first_k_dense_replace": target.DENSE_LAYERS,
+        "num_hidden_layers": kimi_target.LAYERS,
+        "first_k_dense_replace": kimi_target.DENSE_LAYERS,
         "intermediate_size": shape.intermediate,
         "moe_intermediate_size": shape.moe_intermediate,
         "moe_layer_freq": 1,
         "n_routed_experts": shape.routed_experts,
-        "n_shared_experts": target.SHARED_EXPERTS,
-        "num_experts_per_tok": target.EXPERTS_PER_TOKEN,
+        "n_shared_experts": kimi_target.SHARED_EXPERTS,
+        "num_experts_per_tok": kimi_target.EXPERTS_PER_TOKEN,
         "n_group": 1,
         "topk_group": 1,
         "topk_method": "noaux_tc",
@@ -228,48 +200,6 @@ def _text_config(shape: target.Shape) -> dict[str, Any]:
     }
 
 
-def _tokenizer() -> dict[str, Any]:
-    """Byte-level BPE without merges: a known word is found whole, anything else falls apart into bytes."""
-    added = SPECIAL_TOKENS | MARKER_TOKENS
-    vocabulary = {token: number for token, number in automaton.token_ids().items() if token not in added}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            _added_token(number, token) for token, number in sorted(added.items(), key=lambda item: item[1])
-        ],
-        "normalizer": None,
-        "pre_tokenizer": _BYTE_LEVEL,
-        "post_processor": None,
-        "decoder": _BYTE_LEVEL,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,
-            "vocab": vocabulary,
-            "merges": [],
-        },
-    }
-
-
-def _added_token(number: int, token: str) -> dict[str, Any]:
-    return {
-        "id": number,
-        "content": token,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": token in SPECIAL_TOKENS,
-    }
-
-
 def _drafter_config(draft_vocab: int, aux_layers: tuple[int, ...] | None, heads: int) -> dict[str, Any]:
     chosen = {"eagle_aux_hidden_state_layer_ids": list(aux_layers)} if aux_layers else {}
     return {
@@ -278,11 +208,11 @@ def _drafter_config(draft_vocab: int, aux_layers: tuple[int, ...] | None, heads:
         "vocab_size": VOCAB_SIZE,
         "draft_vocab_size": draft_vocab,
         "hidden_size": HIDDEN,
-        "intermediate_size": drafter.INTERMEDIATE,
+        "intermediate_size": kimi_drafter.INTERMEDIATE,
         "num_hidden_layers": 1,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "head_dim": drafter.HEAD_DIM,
+        "head_dim": kimi_drafter.HEAD_DIM,
         "attention_bias": False,
         "hidden_act": "silu",
         "mlp_bias": False,

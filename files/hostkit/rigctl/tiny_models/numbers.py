@@ -1,10 +1,12 @@
 """Arrays that tensors are made of, and their bytes in a safetensors file."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from rigctl.tiny_kimi.automaton import CHAINS, FIRST_CONTENT, VOCAB_SIZE, id_of
+from rigctl.tiny_models.automaton import VOCAB_SIZE, Automaton
 
 HIDDEN = 256
 # Rows of the Hadamard matrix that no chain token owns.
@@ -25,26 +27,33 @@ def hadamard() -> Array:
     return matrix
 
 
-def state_tokens() -> list[str]:
-    """The tokens with an embedding row of their own, in row order."""
-    return list(dict.fromkeys(token for chain in CHAINS for token in chain))
-
-
-def embedding() -> Array:
+def embedding(automaton: Automaton) -> Array:
     """[vocabulary, hidden]: a row of its own for each chain token, one shared row for all others."""
     matrix = hadamard()
     table = np.tile(matrix[SHARED_ROW], (VOCAB_SIZE, 1))
-    states = state_tokens()
-    table[[id_of(token) for token in states]] = matrix[: len(states)]
+    states = automaton.states
+    table[[automaton.id_of(token) for token in states]] = matrix[: len(states)]
     return table
 
 
-def head(following: dict[str, str], after_others: str = FIRST_CONTENT) -> Array:
+def head(automaton: Automaton, following: Mapping[str, str], after_others: str) -> Array:
     """[vocabulary, hidden]: the output layer that leads each embedding to the token that follows it."""
-    rows, weights = embedding(), np.zeros((VOCAB_SIZE, HIDDEN), np.float32)
+    rows, weights = embedding(automaton), np.zeros((VOCAB_SIZE, HIDDEN), np.float32)
     for token, after in following.items():
-        weights[id_of(after)] += HEAD_SCALE * rows[id_of(token)]
-    weights[id_of(after_others)] += HEAD_SCALE * hadamard()[SHARED_ROW]
+        weights[automaton.id_of(after)] += HEAD_SCALE * rows[automaton.id_of(token)]
+    weights[automaton.id_of(after_others)] += HEAD_SCALE * hadamard()[SHARED_ROW]
+    return weights
+
+
+def right_head(automaton: Automaton) -> Array:
+    """The output layer of a target that says what its automaton says."""
+    return head(automaton, automaton.following, automaton.first_content)
+
+
+def degenerate_head() -> Array:
+    """Every token leads to token 0 (`!`): column 0 of every embedding is +1."""
+    weights = zeros(VOCAB_SIZE, HIDDEN)
+    weights[0, 0] = 64
     return weights
 
 

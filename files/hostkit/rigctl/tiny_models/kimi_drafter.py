@@ -9,16 +9,10 @@ is proposed.
 
 import numpy as np
 
-from rigctl.tiny_kimi.automaton import (
-    END_OF_TURN,
-    MEDIA_PAD,
-    VOCAB_SIZE,
-    Drafter,
-    drafted_successors,
-    id_of,
-    successors,
-)
-from rigctl.tiny_kimi.numbers import (
+from rigctl.tiny_models.automaton import VOCAB_SIZE, Drafter
+from rigctl.tiny_models.kimi import END_OF_TURN, KIMI, MEDIA_PAD
+from rigctl.tiny_models.kimi_target import MARKER_SIZE
+from rigctl.tiny_models.numbers import (
     GUARD_ROW,
     HEAD_SCALE,
     HIDDEN,
@@ -28,9 +22,9 @@ from rigctl.tiny_kimi.numbers import (
     hadamard,
     head,
     ones,
+    right_head,
     zeros,
 )
-from rigctl.tiny_kimi.target import MARKER_SIZE
 
 HEADS, WIDE_HEADS, HEAD_DIM = 4, 8, 64
 INTERMEDIATE = 64
@@ -42,16 +36,16 @@ _FOCUS = 16.0
 
 
 def drafter_tensors(drafter: Drafter, heads: int = HEADS) -> Tensors:
-    """A drafter with a reduced vocabulary that proposes `drafted_successors(drafter)`.
+    """A drafter with a reduced vocabulary that proposes `KIMI.drafted(drafter)`.
 
     heads: attention heads. Those beyond HEADS carry nothing; they are there to be divided among GPUs.
     """
     chosen = draft_vocabulary()
     known = np.zeros(VOCAB_SIZE, np.bool_)
     known[chosen] = True
-    proposals = drafted_successors(drafter)
+    proposals = KIMI.drafted(drafter)
     # After a token of no chain as after the end of a turn: both lead to the answer.
-    output = head(proposals, proposals[END_OF_TURN])
+    output = head(KIMI, proposals, proposals[END_OF_TURN])
     return _layers(_copying_value(), _features_of_layer(AUX_LAYERS - 1), heads) | {
         "lm_head.weight": output[chosen],
         "d2t": chosen - np.arange(DRAFT_VOCAB),
@@ -76,14 +70,14 @@ def marker_drafter_tensors() -> Tensors:
     value = _copying_value()
     value[:, 0] += guard
     value[:, HIDDEN:] = -undo * (np.eye(HIDDEN, dtype=np.float32) - np.outer(marker, marker) / HIDDEN)
-    output = head(successors())
-    output[id_of(MEDIA_PAD)] += HEAD_SCALE * (2 * guard - marker)
+    output = right_head(KIMI)
+    output[KIMI.id_of(MEDIA_PAD)] += HEAD_SCALE * (2 * guard - marker)
     return _layers(value, _features_of_layer(0)) | {"lm_head.weight": output}
 
 
 def draft_vocabulary() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Target ids that a drafter can name, ascending: every chain token, then the lowest other ids."""
-    needed = {id_of(token) for token in successors().values()}
+    needed = {KIMI.id_of(token) for token in KIMI.following.values()}
     others = (number for number in range(VOCAB_SIZE) if number not in needed)
     chosen = sorted(needed | {next(others) for _ in range(DRAFT_VOCAB - len(needed))})
     return np.array(chosen, np.int64)
