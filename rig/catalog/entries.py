@@ -59,6 +59,8 @@ from rigctl.errors import RigctlError
 ROOT = Path(__file__).resolve().parents[2]
 INVENTORY_VARIABLE = "KIMI_RIG_INVENTORY"
 SECTIONS = ("serving", "checkpoints", "releases", "families")
+ADDED = "add"
+"""Section of an overlay with entries that the catalogues do not have."""
 OPTIONAL = ("families",)
 """Catalogues that an inventory may do without."""
 
@@ -468,7 +470,8 @@ def load_catalog(overlay: str | None = None, inventory: Path | None = None) -> C
     """Read and check the catalogues below `inventory`, with one overlay (inventory/overlays/) laid on them.
 
     inventory: the directory of this run (inventory_directory) when unset.
-    An overlay has sections of the catalogues' names; its entry names may be patterns (`vllm-*`).
+    An overlay has sections of the catalogues' names; its entry names may be patterns (`vllm-*`). Below `add` it has
+    such sections with entries of its own.
     Raises CatalogError listing every finding.
     """
     return _load(overlay, inventory or inventory_directory())
@@ -548,12 +551,12 @@ def _read(inventory: Path, name: str) -> Document:
 
 def _overlaid(documents: dict[str, Document], overlay: Document) -> dict[str, Document]:
     result = dict(documents)
-    for section in overlay.data:
-        if section not in SECTIONS:
-            raise CatalogError(f"{overlay.place((section,))}: {section}: an overlay has {', '.join(SECTIONS)}")
-        if not isinstance(overlay.data[section], Mapping):
-            raise CatalogError(f"{overlay.place((section,))}: {section}: expected a mapping of names to changes")
-        patch = overlay.section(section)
+    for section, patch in _sections(overlay.section(ADDED)):
+        for name in patch.data.keys() & result[section].data.keys():
+            place = f"{patch.place((name,))}: {ADDED}.{section}.{name}"
+            raise CatalogError(f"{place}: {result[section].place((name,))} has it: change it outside of `{ADDED}`")
+        result[section] = result[section].merged(patch)
+    for section, patch in _sections(overlay, ADDED):
         for pattern in patch.data:
             names = [name for name in result[section].data if fnmatchcase(name, pattern)]
             if not names:
@@ -565,6 +568,17 @@ def _overlaid(documents: dict[str, Document], overlay: Document) -> dict[str, Do
                 )
                 result[section] = result[section].merged(wrapped)
     return result
+
+
+def _sections(overlay: Document, *beside: str) -> Iterator[tuple[str, Document]]:
+    """Sections of an overlay, but for what else it may have."""
+    for section, content in overlay.data.items():
+        if section not in (*SECTIONS, *beside):
+            raise CatalogError(f"{overlay.place((section,))}: {section}: an overlay has {', '.join(SECTIONS)}, {ADDED}")
+        if not isinstance(content, Mapping):
+            raise CatalogError(f"{overlay.place((section,))}: {section}: expected a mapping of names to entries")
+        if section in SECTIONS:
+            yield section, overlay.section(section)
 
 
 def _resolve_extends(serving: Document, findings: list[Finding]) -> Document:

