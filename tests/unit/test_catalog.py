@@ -275,16 +275,22 @@ def test_a_section_of_an_overlay_is_a_mapping(inventory: Path) -> None:
 
 def test_an_overlay_adds_entries_below_a_section_of_its_own(inventory: Path) -> None:
     place = inventory / "overlays" / "x.yaml"
-    place.write_text('add:\n  serving:\n    mine: {extends: vllm-base, context_length: 512}\nserving:\n  "min*": {gpus: [0]}\n')
+    place.write_text(
+        "add:\n  serving:\n    mine: {extends: vllm-base, context_length: 512}\n"
+        'serving:\n  "min*": {description: mine}\n'
+    )
     assert "mine" not in load_catalog(None, inventory).serving
     mine = load_catalog("x.yaml", inventory).serving["mine"]
-    assert (mine.context_length, mine.gpus, mine.release) == (512, [0], "vllm-0.16.0")
+    assert (mine.context_length, mine.description, mine.release) == (512, "mine", "vllm-0.16.0")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("add:\n  serving:\n    vllm-base: {gpus: [0]}\n", r"x.yaml:3: add.serving.vllm-base: .*serving.yaml:\d+ has it"),
+        (
+            "add:\n  serving:\n    vllm-base: {gpus: [0]}\n",
+            r"x.yaml:3: add.serving.vllm-base: .*serving.yaml:\d+ has it",
+        ),
         ("add:\n  serfing: {}\n", "x.yaml:2: serfing: an overlay has serving"),
         ("add: vllm\n", "x.yaml:1: add: expected a mapping of names"),
         ("add:\n  serving: vllm\n", "x.yaml:2: serving: expected a mapping of names"),
