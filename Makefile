@@ -96,8 +96,8 @@ bench: .venv/run ## INVENTORY=... CONFIGS="a b": measure configurations, then re
 	@$(PIP) --require-hashes -r requirements/bench.txt
 	@$(RIG) bench run $(if $(V),-v) "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${CONFIGS:+--configs="$$CONFIGS"} $${SWEEP:+--sweep="$$SWEEP"}
 
-tour: .venv/run ## plan, a unit, explanation and report of an 8-card host from recorded facts: no root, no box
-	@$(RIG) tour
+tour: .venv/run ## [PAGE=plan|unit|explain|report|talk]: plan, a unit, explanation and report of an 8-card host from recorded facts: no root, no box
+	@$(RIG) tour $(PAGE)
 
 diff: .venv/run ## [REF=commit] [HOSTS=gpu.py]: what an edit of inventory/ changes: flags, units, findings; no host
 	@$(RIG) diff $${REF:+--ref="$$REF"} $${HOSTS:+--hosts="$$HOSTS"}
@@ -140,7 +140,7 @@ test-bench: .venv/ready ## the report in a real Chromium (apt-get install chromi
 test-staging: .venv/ready ## staging of 64 shards, 4 GiB, with every fault (25 minutes)
 	@STAGING_SHARD_BYTES=67108864 $(BIN)/python -m pytest -q tests/staging
 
-schemas: .venv/ready ## write docs/schemas/ from the contract
+schemas: .venv/ready ## write docs/schemas/, keys and commands in docs/reference/ from the code
 	@$(RIG) references
 
 format: .venv/ready ## format the code

@@ -186,6 +186,8 @@ class Listen(Entry):
 
     host: ListenAddress = "127.0.0.1"
     port: Port = 8000
+    """Beyond loopback the host's data must name an api_key_file, or the entry say open_without_key. Better: `edge` in
+    the host's data (docs/how-to/edge.md)."""
     networks: list[Network] = []
     """Networks that may reach an address beyond loopback, as 10.0.0.0/8; none named: everyone."""
     open_without_key: bool = False
@@ -206,8 +208,8 @@ class Speculation(Entry):
     """A checkpoint, for the methods that need one: eagle3 and dflash. mtp drafts by the target's own head, ngram by
     what the text says already."""
     steps: Annotated[int, Field(ge=1, le=16)] = 3
-    """Drafted tokens a step: vLLM's num_speculative_tokens, SGLang's --speculative-num-steps. Of mtp, when unset, what
-    the target's entry recommends."""
+    """Tokens drafted before each verification pass: vLLM's num_speculative_tokens, SGLang's --speculative-num-steps. Of
+    mtp, when unset, what the target's entry recommends."""
     topk: Annotated[int, Field(ge=1)] = 1
     draft_tokens: Annotated[int, Field(ge=2)] | None = None
     """SGLang only; topk 1 forces steps + 1 (engines.md, section 2)."""
@@ -240,13 +242,18 @@ class Configuration(Entry):
     """One serving configuration: one systemd unit, kimi-<name>.service."""
 
     extends: str | None = None
+    """Another entry that this one changes: mappings merge, null removes."""
     description: str = ""
+    """For people; a change restarts nothing."""
     release: Text
+    """An entry of releases.yaml."""
     target: Text
+    """An entry of checkpoints.yaml."""
     served_model_name: Text | None = None
     """Name clients use; the target's path when unset, which is what both engines default to."""
     gpus: list[Annotated[int, Field(ge=0, le=63)]]
-    """GPU indices in PCI bus order; empty for an engine that runs on the CPU."""
+    """GPU indices in PCI bus order; empty for an engine that runs on the CPU. Configurations that share a GPU or the
+    port exclude each other."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     listen: Listen = Listen()
     context_length: Annotated[int, Field(ge=256)] | None = None
@@ -265,14 +272,21 @@ class Configuration(Entry):
     sampling: Sampling = {}
     """Parameters of `rigctl chat`; the family's when unset."""
     tool_call_parser: Text | None = None
+    """The family's when unset, none with null. Refused where the release registers no such parser."""
     reasoning_parser: Text | None = None
+    """Likewise."""
     trust_remote_code: bool = False
     speculation: Speculation | None = None
     flags: Annotated[dict[Flag, Annotated[FlagValue, BeforeValidator(_flag_value)]], AfterValidator(_public_flags)] = {}
-    """Every other flag, without its dashes: true is the bare flag, false its negative form, a mapping is JSON."""
+    """Every other flag, without its dashes: true is the bare flag, false its negative form (--no-...) or nothing where
+    off is its default, a mapping is JSON. Only the installed engine can validate them: a deploy asks it before it
+    writes units."""
     environment: Variables = {}
+    """Variables of the engine process. All can read a unit: names of secrets (..._TOKEN, ..._KEY, ...PASSWORD...) and
+    addresses with a password are refused, here and in `flags`."""
     secrets: dict[Variable, Text] = {}
-    """Variable -> file of the machine that deploys, which only its owner reads: the engine gets its one line."""
+    """Variable -> file of the machine that deploys, which only its owner reads: its one line reaches the engine as a
+    credential of the unit, and is in no unit, command line or log. A changed secret counts from the next start."""
     accept: Accept = Accept()
     unproved: Text | None = None
     """Why it has not been tried. A host gets it by name alone; a deploy refuses it until its checkpoints are pinned."""
@@ -355,7 +369,7 @@ class Checkpoint(Entry):
     method: Method | None = None
     """Drafters only: how it drafts, eagle3 when unset."""
     targets: list[str] = []
-    """Drafters only: the targets it may serve; another target is allowed and told."""
+    """Drafters only: the targets it may serve; another target is allowed and reported."""
     bytes: Annotated[int, Field(ge=1)] | None = None
     """Of all its files, for the space it will need while there is no manifest (inventory/manifests)."""
     shape: dict[str, int | bool | str | list[int] | list[str]] = {}

@@ -91,14 +91,18 @@ def report_(out: Path, place: Path, *, reference_only: bool) -> None:
 def list_(place: Path) -> None:
     """Print one line for each entry of the ledger."""
     for entry in ledger.read(place):
-        if isinstance(entry, ledger.Reference):
-            figures = ", ".join(f"{figure.what} {figure.shown or 'unknown'}" for figure in entry.figures)
-            print(f"{entry.id:<60} reported  {figures}")
-            continue
-        found = point(entry)
-        said = f"{found.total.median:,.1f} tok/s" if found else f"failed: {entry.cause}"
-        length = f", acceptance length {found.length:.2f}" if found and found.length else ""
-        print(f"{entry.id:<60} measured  {said}{length}")
+        print(entry_line(entry))
+
+
+def entry_line(entry: ledger.Entry) -> str:
+    """An entry of the ledger in one line."""
+    if isinstance(entry, ledger.Reference):
+        figures = ", ".join(f"{figure.what} {figure.shown or 'unknown'}" for figure in entry.figures)
+        return f"{entry.id:<60} reported  {figures}"
+    found = point(entry)
+    said = f"{found.total.median:,.1f} tok/s" if found else f"failed: {entry.cause}"
+    length = f", acceptance length {found.length:.2f}" if found and found.length else ""
+    return f"{entry.id:<60} measured  {said}{length}"
 
 
 @_verb("compare")

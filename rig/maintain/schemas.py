@@ -1,4 +1,4 @@
-"""`kimi-rig references`: the JSON schema of every order that crosses to a host, from the contract (docs/schemas/)."""
+"""`kimi-rig references`: what docs/ shows of the code: schemas of all orders, keys of the catalogues, commands."""
 
 import importlib
 import json
@@ -7,11 +7,12 @@ import pkgutil
 import click
 
 from rig.catalog.entries import ROOT
-from rig.cli.arguments import verb
+from rig.cli.arguments import FAILED, verb
+from rig.maintain.references import pages
 from rigctl import contract
 from rigctl.contract.order import Order
 
-SCHEMAS = ROOT / "docs" / "schemas"
+DOCS = ROOT / "docs"
 
 
 def schemas() -> dict[str, str]:
@@ -28,19 +29,19 @@ def schemas() -> dict[str, str]:
 @verb("references")
 @click.option("--check", is_flag=True, help="Write nothing; exit code 1 where a file differs.")
 def references_command(*, check: bool) -> int:
-    """Write the JSON schemas of all orders to docs/schemas/."""
-    wanted = schemas()
-    there = {path.name: path.read_text() for path in SCHEMAS.glob("*.json")}
-    if check:
-        stale = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
-        print("".join(f"docs/schemas/{name} is not as the contract says: `make schemas` writes it\n" for name in stale))
-        return 1 if stale else 0
-    SCHEMAS.mkdir(exist_ok=True)
-    for name in there.keys() - wanted.keys():
-        (SCHEMAS / name).unlink()
-    for name, text in wanted.items():
-        (SCHEMAS / name).write_text(text)
-    return 0
+    """Write what docs/ shows of the code: schemas of all orders, keys of the catalogues, commands."""
+    wanted = {DOCS / "schemas" / name: text for name, text in schemas().items()}
+    wanted |= {DOCS / "reference" / name: text for name, text in pages().items()}
+    there = {path: path.read_text() for path in {*(DOCS / "schemas").glob("*.json"), *wanted} if path.exists()}
+    stale = sorted(path for path in {*wanted, *there} if wanted.get(path) != there.get(path))
+    for path in stale:
+        if check:
+            print(f"{path.relative_to(ROOT)} is not as the code says: `make schemas` writes it")
+        elif path in wanted:
+            path.write_text(wanted[path])
+        else:
+            path.unlink()
+    return FAILED if check and stale else 0
 
 
 if __name__ == "__main__":

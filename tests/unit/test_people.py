@@ -204,6 +204,11 @@ def test_verification_says_in_a_line_a_host_why_there_is_none(tmp_path: Path) ->
 
 def test_the_tour_shows_plan_unit_reasons_and_how_to_talk(capsys: pytest.CaptureFixture[str]) -> None:
     assert kimi_rig(["tour"]) == 0
+    short = capsys.readouterr().out
+    assert short.count("make tour PAGE=") == len(tour.PAGES) - 1 and len(short.splitlines()) < 120
+    for words in ("Base | Install packages", "--speculative-algorithm EAGLE3", "iommu = off", "2,370", "curl -sS"):
+        assert words in short
+    assert kimi_rig(["tour", *tour.PAGES]) == 0
     text = capsys.readouterr().out
     assert re.search(r"@fake/turin: \d+ operations would change it", text)
     assert "refused" not in text

@@ -5,7 +5,7 @@ import importlib.util
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rigctl.contract import layout
 from rigctl.contract.foreign import gated
@@ -33,16 +33,21 @@ MODULES: dict[str, str] = {
 """Module by the subcommand of its own name; some register further ones."""
 
 
+def parser(names: Iterable[str]) -> argparse.ArgumentParser:
+    """The parser of these subcommands."""
+    found = argparse.ArgumentParser(prog="rigctl", description="kimi-rig on this host.")
+    subparsers = found.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in names:
+        importlib.import_module(MODULES[name]).register(subparsers)
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; 0 done, 1 failed with a message on stderr, 2 wrong usage."""
     os.environ.update(layout.LOCALE)
-    parser = argparse.ArgumentParser(prog="rigctl", description="kimi-rig on this host.")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     first = (argv if argv is not None else sys.argv[1:])[:1]
     # Only what is asked for: the engines' clients take a while to import.
-    for name in first if first and first[0] in MODULES else MODULES:
-        importlib.import_module(MODULES[name]).register(subparsers)
-    arguments = parser.parse_args(argv)
+    arguments = parser(first if first and first[0] in MODULES else MODULES).parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         # Names of files and processes may be any bytes.
         if isinstance(stream, io.TextIOWrapper):
