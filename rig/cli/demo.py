@@ -20,9 +20,6 @@ INVENTORY = "inventory/sandbox.py"
 CONFIGURATION = "vllm-eagle3-custom"
 ENGINE_PORT = load_catalog("sandbox.yaml").serving[CONFIGURATION].listen.port
 PROMPT = "Who are you?"
-START = f"""unit={unit_name(CONFIGURATION)}; systemctl start $unit & start=$!
-while sleep 1; kill -0 $start 2>/dev/null; do systemctl show -P StatusText $unit; done; wait $start"""
-"""Shell: start it, and say meanwhile what the supervisor says of the load."""
 
 
 class DemoFailed(RigctlError):
@@ -36,7 +33,7 @@ def demo(progress: Progress) -> None:
     _port_free_or_ours(box)
     _follow(progress, "box", [sys.executable, "-m", "rig", "sandbox", "up"])
     converge.deploy(progress, INVENTORY, ())
-    _follow(progress, "start", box.ssh_command(START))
+    _follow(progress, "start", box.ssh_command(f"rigctl switch {CONFIGURATION}"))
     progress.begin("ask")
     answer = _ask(box)
     progress.end()

@@ -109,7 +109,7 @@ def _default(value: Any) -> str:
 
 def commands_page() -> str:
     """The help of every command of both programs."""
-    context = click.Context(kimi_rig, info_name="kimi-rig", max_content_width=100, terminal_width=100)
+    context = click.Context(kimi_rig, info_name="kimi-rig", **{**kimi_rig.context_settings, "terminal_width": 100})
     text = f"# Commands\n\n{HEAD}\n## kimi-rig: where you type\n\n```\n{kimi_rig.get_help(context)}\n```\n"
     for name in [name for verbs in VERBS.values() for name in verbs]:
         text += "".join(_help(context, name, kimi_rig.get_command(context, name)))
@@ -119,7 +119,7 @@ def commands_page() -> str:
 
 def _help(above: click.Context, name: str, command: click.Command | None) -> Iterator[str]:
     assert command is not None  # noqa: S101  # the group has listed it
-    context = click.Context(command, parent=above, info_name=name, max_content_width=100, terminal_width=100)
+    context = click.Context(command, parent=above, info_name=name)
     yield f"\n### {context.command_path}\n\n```\n{command.get_help(context)}\n```\n"
     group = command if isinstance(command, click.Group) else click.Group()
     for inner in group.list_commands(context):
