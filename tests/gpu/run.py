@@ -12,8 +12,11 @@ Exit code 0: every step did as it should.
 from __future__ import annotations
 
 import argparse
+import array
 import contextlib
+import fcntl
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -23,9 +26,10 @@ import signal
 import subprocess
 import sys
 import tarfile
+import termios
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,7 +59,7 @@ from rigctl.nvidia_smi import nvidia_smi
 from rigctl.page_cache import evict
 from rigctl.supervisor.activity import gpu_memory
 from rigctl.supervisor.engine_client import Engine, Speculation
-from rigctl.supervisor.specification import named
+from rigctl.supervisor.specification import Specification, named
 from rigctl.tiny_models.kimi import CHAT, CONTENT, KIMI
 from rigctl.whole_files import read_object
 from tests.gpu import standin_systemd as units
@@ -86,8 +90,12 @@ SUPERVISION = Limits(sample_seconds=2, drain_seconds=10, stop_seconds=30, restar
 # The flag that names the largest CUDA graph of a decode step.
 GRAPHS = {"vllm": "max-cudagraph-capture-size", "sglang": "cuda-graph-max-bs-decode"}
 LARGE = ROOT / "inventory/overlays/gpu-large.yaml"
+LARGE_CHECKPOINT = Path("/data/large")
 ENGINES = re.compile(r"sglang[.:]|vllm[.:]|VLLM::|standin\.py")
 HOLD_MIB = 8192
+CLIENTS = 32
+"""That ask at once, in the steps of overhead."""
+PIPE_BYTES = 1 << 20
 HOLD = """
 import sys, torch
 memory = torch.ones(int(sys.argv[1]) << 20, dtype=torch.uint8, device="cuda:0")
@@ -612,48 +620,103 @@ def faults(entry: str, other: str) -> Step:
     return step
 
 
+def answers_a_second(specification: Specification, failures: list[str]) -> float:
+    """Whole answers a second to 512 questions from 32 clients; what the others got instead is added to `failures`."""
+
+    def asked(question: str) -> bool:
+        try:
+            Engine(specification).completion(question, max_tokens=128)
+        except requests.HTTPError as error:
+            failures.append(f"{error.response.status_code} {error.response.text[:500]}")
+            return False
+        except requests.RequestException as error:
+            failures.append(f"{type(error).__name__}: {error}"[:500])
+            return False
+        return True
+
+    begin = time.monotonic()
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        answered = sum(pool.map(asked, [f"{begin} {number}" for number in range(CLIENTS * 16)]))
+    return round(answered / (time.monotonic() - begin), 2)
+
+
 def overhead(entry: str) -> Step:
-    """The step that compares answers a second with the supervisor watching and with the supervisor stopped."""
+    """The step that compares answers a second with the supervisor watching and with the supervisor stopped.
+
+    An answer that fails ends no round, but the step is not right then: the figures stand beside what came instead.
+    """
 
     def step(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
-        variant = Variant(entry, tuple(range(arguments.tp)), ATTENTION[entry.partition("-")[0]][0], streams=32)
+        attention = ATTENTION[entry.partition("-")[0]][0]
+        variant = Variant(entry, tuple(range(arguments.tp)), attention, streams=CLIENTS)
         write_units([variant], standin=arguments.standin)
-        found["start"] = start(variant)
-        specification = named(variant.name)
-        main = int(units.read(f"kimi-{variant.name}.service")["MainPID"])
-        found["watch_seconds"] = specification.limits.watch_seconds
-
-        def answers_a_second() -> float:
-            begin, asked = time.monotonic(), 32 * 16
-            with ThreadPoolExecutor(32) as pool:
-                questions = [f"{begin} {number}" for number in range(asked)]
-                list(pool.map(lambda text: Engine(specification).completion(text, max_tokens=128), questions))
-            return round(asked / (time.monotonic() - begin), 2)
-
+        failures: list[str] = []
         try:
-            found["warm"] = answers_a_second()
-            found["watching"], found["stopped"] = [], []
-            for _ in range(5):
-                found["watching"].append(answers_a_second())
-                os.kill(main, signal.SIGSTOP)
-                try:
-                    found["stopped"].append(answers_a_second())
-                finally:
-                    os.kill(main, signal.SIGCONT)
+            found["start"] = start(variant)
+            specification = named(variant.name)
+            main = int(units.read(f"kimi-{variant.name}.service")["MainPID"])
+            found |= {"watch_seconds": specification.limits.watch_seconds, "watching": [], "stopped": []}
+            found["warm"] = answers_a_second(specification, failures)
+            with wide_pipes(main) as unread:
+                for _ in range(5):
+                    found["watching"].append(answers_a_second(specification, failures))
+                    os.kill(main, signal.SIGSTOP)
+                    try:
+                        found["stopped"].append(answers_a_second(specification, failures))
+                        found["unread_bytes"] = max(found.get("unread_bytes", 0), unread())
+                    finally:
+                        os.kill(main, signal.SIGCONT)
         finally:
-            keep_log(variant.name)
             found["stop"] = stop(variant)
+            keep_log(variant.name)
+            if failures:
+                found["failures"] = {text: failures.count(text) for text in failures}
+                found["log"] = told_errors(variant.name)
+        if failures:
+            raise Wrong(f"{len(failures)} of {11 * CLIENTS * 16} answers failed: {failures[0]}")
 
     return step
 
 
+@contextlib.contextmanager
+def wide_pipes(pid: int) -> Iterator[Callable[[], int]]:
+    """Make room in the pipes that a process reads, or an engine's log fills them while it is stopped.
+
+    Yields a function that counts the bytes that wait in them.
+    """
+    links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if str(link.readlink()).startswith("pipe:")]
+    with contextlib.ExitStack() as stack:
+        pipes = []
+        for link in links:
+            with contextlib.suppress(OSError):  # the writing end of one that nobody reads
+                pipes.append(os.open(link, os.O_RDONLY | os.O_NONBLOCK))
+                stack.callback(os.close, pipes[-1])
+                fcntl.fcntl(pipes[-1], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        yield lambda: max((_waiting(pipe) for pipe in pipes), default=0)
+
+
+def _waiting(pipe: int) -> int:
+    count = array.array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, count)
+    return count[0]
+
+
+def told_errors(name: str) -> list[str]:
+    """The engine's log around what it calls an error: at most 200 lines, and its last 20."""
+    log = units.STATE / f"kimi-{name}.service.log"
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    told = [number for number, line in enumerate(lines) if re.search(r"Traceback|Error\b|ERROR", line)]
+    near = sorted({at for number in told for at in range(max(0, number - 3), min(len(lines), number + 30))})
+    return [lines[at][:300] for at in near[:200]] + ["...", *(line[:300] for line in lines[-20:])]
+
+
 def large(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
-    """A large checkpoint in the tiny target's place, for this step and those after it, and a switch on it.
+    """A large checkpoint in the tiny target's place, for the steps after this one.
 
     The sweeps `load-vllm` and `load-sglang` measure how long it takes to load.
     """
-    path = Path("/data/large")
-    if not path.exists():
+    path = LARGE_CHECKPOINT
+    if not (path / "model.safetensors.index.json").exists():  # written last
         found["made"] = run("python3", str(ROOT / "tests/gpu/large.py"), str(path), str(arguments.gigabytes)).strip()
     overlay = yaml.safe_load((ROOT / "inventory/overlays/gpu-proof.yaml").read_text())
     unlike = dict.fromkeys(("digests", "bytes", "shape"))
@@ -663,17 +726,87 @@ def large(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
     hosts = inventory(WORK / "inventory-large", **host_data())
     for stage in ("checkpoints", "units"):
         run(*pyinfra(hosts, f"tasks/{stage}.py", "-y"))
-    # From SGLang to vLLM with a cold page cache, as it is and with `rigctl switch --warm`.
-    before, after = Variant("sglang-base", (0,), None, streams=16), Variant("vllm-base", (0,), None, streams=16)
-    write_units([before, after], standin=arguments.standin)
-    for name, options in (("switch", []), ("switch --warm", ["--warm"])):
-        start(before)
-        for file in path.iterdir():
-            evict(file)
-        begin = time.monotonic()
-        said = run(layout.RIGCTL, "switch", *options, after.name)
-        found[name] = {"seconds": round(time.monotonic() - begin, 1), "said": said.splitlines()[-30:]}
-        stop(after)
+
+
+def switches(*ways: tuple[str, bool]) -> Step:
+    """The step that goes from one engine to the other and back on the large checkpoint, each time with a cold cache.
+
+    ways: the engine that serves then, and whether its files are read beforehand (`rigctl switch --warm`).
+    """
+
+    def step(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+        if not LARGE.exists():
+            raise Wrong("the step large comes first")
+        both = {engine: Variant(f"{engine}-base", (0,), ATTENTION[engine][0], streams=16) for engine in RELEASES}
+        write_units(both.values(), standin=arguments.standin)
+        before = next(one for engine, one in both.items() if engine != ways[0][0])
+        found["first"] = start(before)
+        for engine, warm in ways:
+            for file in LARGE_CHECKPOINT.iterdir():
+                evict(file)
+            found[f"switch{' --warm' * warm} to {both[engine].name}"] = switched(both[engine], ["--warm"] * warm)
+        for one in both.values():
+            stop(one)
+            keep_log(one.name)
+
+    return step
+
+
+def switched(after: Variant, options: Sequence[str]) -> dict[str, Any]:
+    """`rigctl switch` to it: its lines with the seconds when they came, and how long nobody answered on the port.
+
+    Raises Wrong when it is not accepted.
+    """
+    url, begin = named(after.name).base_url, time.monotonic()
+    command = [layout.RIGCTL, "switch", *options, after.name]
+    answered: list[float] = [begin]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+        ThreadPoolExecutor() as pool,
+    ):
+        asking = pool.submit(_answers_until, lambda: process.poll() is not None, url, answered)
+        said = [(round(time.monotonic() - begin, 1), line.rstrip()) for line in process.stdout or ()]
+        code = process.wait()
+        asking.result()
+    gaps = [later - earlier for earlier, later in itertools.pairwise(answered)]
+    if code:
+        raise Wrong(f"{' '.join(command)}: exit code {code}: {said[-5:]}")
+    return {
+        "seconds": round(time.monotonic() - begin, 1),
+        "nobody_answered_seconds": round(max(gaps, default=0), 1),
+        "said": said[-60:],
+    }
+
+
+def _answers_until(over: Callable[[], bool], url: str, answered: list[float]) -> None:
+    """Ask for the model list until it is over, and once more; the moments when it came."""
+    last = False
+    while not last:
+        last = over()
+        with contextlib.suppress(requests.RequestException):
+            if requests.get(f"{url}/v1/models", timeout=2).ok:
+                answered.append(time.monotonic())
+        time.sleep(0.1)
+
+
+def program(name: str) -> Step:
+    """The step that a program of this folder is: `NAME FOUND [--standin]` writes what it found there, a JSON object."""
+
+    def step(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+        path = ROOT / "tests/gpu" / name
+        if not path.exists():
+            raise Wrong(f"{path} is not there")
+        answer, log = WORK / f"{path.stem}.json", WORK / "logs" / f"{path.stem}.log"
+        answer.unlink(missing_ok=True)
+        log.parent.mkdir(exist_ok=True)
+        with log.open("w") as out:
+            command = [sys.executable, str(path), str(answer), *(["--standin"] if arguments.standin else [])]
+            code = subprocess.run(command, stdout=out, stderr=out, check=False).returncode
+        found |= read_object(answer) or {}
+        if code:
+            raise Wrong(f"exit code {code}: {log.read_text(errors='replace')[-1500:]}")
+
+    return step
 
 
 def generator(_: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -766,10 +899,13 @@ STEPS: dict[str, Step] = {
     "sglang-faults": faults("sglang-eagle3-custom", "sglang-base"),
     "vllm-overhead": overhead("vllm-base"),
     "sglang-overhead": overhead("sglang-base"),
+    "train": program("train.py"),
     "generator": generator,
     "large": large,
     "load-vllm": sweep("load-vllm", ["vllm-base"], streams=16),
     "load-sglang": sweep("load-sglang", ["sglang-base"], streams=16),
+    "switch-warm": switches(("sglang", True)),
+    "switch-both": switches(("sglang", True), ("vllm", True), ("sglang", False), ("vllm", False)),
     # Both engines side by side. Answers of one length, whatever the text.
     "engines": sweep(
         "quick",

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import getpass
 import hashlib
 import json
+import os
 import struct
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from rig.artifacts.templates import systemd_assignment, systemd_quote
 from rigctl.engines.drift import read_lock
 from tests.gpu import fatbin, run, standin_systemd, wheels
+from tests.unit.serving import specification
 
 
 def entry(arch: int, data: bytes, *, compressed: int = 0) -> bytes:
@@ -223,3 +229,83 @@ def test_the_stand_in_runs_a_builder_as_its_user_and_gives_back_its_exit_code(
     options = [f"--property=EnvironmentFile={variables}", f"--property=User={getpass.getuser()}"]
     code = standin_systemd.systemd_run(["--wait", "--pipe", *options, "--", "sh", "-c", 'echo "$$A"; exit 7'])
     assert (code, capfd.readouterr().out) == (7, 'x "y" $z\n')
+
+
+def test_an_answer_that_fails_ends_no_round_and_what_came_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def __init__(self, _: Any) -> None: ...
+
+        def completion(self, question: str, **_: Any) -> None:
+            if question.endswith(" 5"):
+                raise requests.ConnectionError("closed")
+            if question.endswith("7"):
+                response = requests.Response()
+                response.status_code, response._content = 500, b"Already borrowed"
+                raise requests.HTTPError(response=response)
+
+    monkeypatch.setattr(run, "Engine", Refusing)
+    failures: list[str] = []
+    assert run.answers_a_second(specification(), failures) > 0
+    assert sorted(set(failures)) == ["500 Already borrowed", "ConnectionError: closed"]
+    assert len(failures) == 52
+
+
+def test_the_log_around_an_error_is_kept_and_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standin_systemd, "STATE", tmp_path)
+    lines = [f"line {number}" for number in range(400)]
+    lines[100] = "Traceback (most recent call last):"
+    (tmp_path / "kimi-a.service.log").write_text("\n".join(lines))
+    assert run.told_errors("a") == [*lines[97:130], "...", *lines[-20:]]
+    assert run.told_errors("none") == ["..."]
+
+
+def test_a_stopped_reader_leaves_room_for_what_an_engine_says() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdin=subprocess.PIPE) as reader:
+        assert reader.stdin
+        writer = reader.stdin.fileno()
+        with run.wide_pipes(reader.pid) as unread:
+            os.set_blocking(writer, False)
+            assert os.write(writer, bytes(500_000)) == 500_000
+            assert unread() == 500_000
+        reader.kill()
+        os.set_blocking(writer, True)
+
+
+def test_a_switch_says_how_long_nobody_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [True, True, False, False, False, True]
+
+    def get(url: str, timeout: float) -> requests.Response:
+        response = requests.Response()
+        response.status_code = 200 if not answers or answers.pop(0) else 503
+        return response
+
+    program = tmp_path / "rigctl"
+    program.write_text('#!/bin/sh\necho "$@"\nsleep 0.6\nexit $CODE\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(run.layout, "RIGCTL", str(program))
+    monkeypatch.setattr(run, "named", lambda name: specification())
+    monkeypatch.setattr(run.requests, "get", get)
+    monkeypatch.setenv("CODE", "0")
+    found = run.switched(run.Variant("vllm-base", (0,), None), ["--warm"])
+    assert [line for _, line in found["said"]] == ["switch --warm vllm-base-default-tp1-g0"]
+    assert 0.4 <= found["nobody_answered_seconds"] <= found["seconds"]
+    monkeypatch.setenv("CODE", "3")
+    with pytest.raises(run.Wrong, match="exit code 3"):
+        run.switched(run.Variant("vllm-base", (0,), None), [])
+
+
+def test_a_program_is_a_step_with_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(run, "WORK", tmp_path)
+    folder = tmp_path / "tests/gpu"
+    folder.mkdir(parents=True)
+    found: dict[str, Any] = {}
+    with pytest.raises(run.Wrong, match="is not there"):
+        run.program("train.py")(argparse.Namespace(standin=False), found)
+    text = "import sys, json\nprint('said')\njson.dump({'length': 3.9, 'args': sys.argv[2:]}, open(sys.argv[1], 'w'))\n"
+    (folder / "train.py").write_text(text)
+    run.program("train.py")(argparse.Namespace(standin=True), found)
+    assert found == {"length": 3.9, "args": ["--standin"]}
+    (folder / "train.py").write_text(text + "sys.exit(4)\n")
+    with pytest.raises(run.Wrong, match="exit code 4: said"):
+        run.program("train.py")(argparse.Namespace(standin=False), found)
