@@ -790,19 +790,17 @@ def _answers_until(over: Callable[[], bool], url: str, answered: list[float]) ->
 
 
 def program(name: str) -> Step:
-    """The step that a program of this folder is: `NAME FOUND [--standin]` writes what it found there, a JSON object."""
+    """The step that a program of this folder is: `NAME.py OUT [--cpu]` leaves what it found in OUT/NAME.json."""
 
     def step(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
-        path = ROOT / "tests/gpu" / name
+        path, out, log = ROOT / f"tests/gpu/{name}.py", WORK / name, WORK / "logs" / f"{name}.log"
         if not path.exists():
             raise Wrong(f"{path} is not there")
-        answer, log = WORK / f"{path.stem}.json", WORK / "logs" / f"{path.stem}.log"
-        answer.unlink(missing_ok=True)
         log.parent.mkdir(exist_ok=True)
-        with log.open("w") as out:
-            command = [sys.executable, str(path), str(answer), *(["--standin"] if arguments.standin else [])]
-            code = subprocess.run(command, stdout=out, stderr=out, check=False).returncode
-        found |= read_object(answer) or {}
+        with log.open("w") as file:
+            command = [sys.executable, str(path), str(out), *(["--cpu"] if arguments.standin else [])]
+            code = subprocess.run(command, stdout=file, stderr=file, check=False).returncode
+        found |= read_object(out / f"{name}.json") or {}
         if code:
             raise Wrong(f"exit code {code}: {log.read_text(errors='replace')[-1500:]}")
 
@@ -899,7 +897,7 @@ STEPS: dict[str, Step] = {
     "sglang-faults": faults("sglang-eagle3-custom", "sglang-base"),
     "vllm-overhead": overhead("vllm-base"),
     "sglang-overhead": overhead("sglang-base"),
-    "train": program("train.py"),
+    "train": program("train"),
     "generator": generator,
     "large": large,
     "load-vllm": sweep("load-vllm", ["vllm-base"], streams=16),

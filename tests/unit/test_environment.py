@@ -143,13 +143,13 @@ def test_a_login_with_a_narrow_umask_makes_what_others_can_use(host: Host) -> No
         assert path.is_symlink() or path.stat().st_mode & 0o044 == 0o044, path
 
 
-def test_a_second_environment_shares_files_and_neither_it_nor_the_cache_is_patched(host: Host) -> None:
-    """Patched files are new inodes; all others are one file in the cache and in both environments."""
+def test_a_second_environment_is_files_of_its_own_and_neither_it_nor_the_cache_is_patched(host: Host) -> None:
+    """A file that root took over with the first one cannot be linked by the builder (fs.protected_hardlinks)."""
     assert host.build("new").returncode == 0
     [old], [new] = (
         list(host.environment(name).glob("lib/python3*/site-packages/engine/part7.py")) for name in ("old", "new")
     )
-    assert old.samefile(new)
+    assert old.stat().st_nlink == new.stat().st_nlink == 1
     shutil.rmtree(host.environment("new"))
     command = host.command("plain")
     command[-1] = json.dumps(json.loads(command[-1]) | {"patches": None})
@@ -202,8 +202,7 @@ def test_a_disk_that_is_full_in_the_middle_of_an_install(host: Host, small_disk:
     assert host.findings("new", small_disk) == []
 
 
-def test_a_cache_on_another_file_system_is_copied_from(host: Host, small_disk: Path) -> None:
-    """No hard link reaches it (astral-sh/uv#15149)."""
+def test_a_cache_may_be_on_another_file_system(host: Host, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
     shutil.rmtree(host.root / "cache")
     (host.root / "cache").symlink_to(small_disk)

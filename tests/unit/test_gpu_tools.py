@@ -301,11 +301,12 @@ def test_a_program_is_a_step_with_what_it_found(tmp_path: Path, monkeypatch: pyt
     folder.mkdir(parents=True)
     found: dict[str, Any] = {}
     with pytest.raises(run.Wrong, match="is not there"):
-        run.program("train.py")(argparse.Namespace(standin=False), found)
-    text = "import sys, json\nprint('said')\njson.dump({'length': 3.9, 'args': sys.argv[2:]}, open(sys.argv[1], 'w'))\n"
+        run.program("train")(argparse.Namespace(standin=False), found)
+    text = "import json, pathlib, sys\nprint('said')\nout = pathlib.Path(sys.argv[1])\nout.mkdir(exist_ok=True)\n"
+    text += "(out / 'train.json').write_text(json.dumps({'length': 3.9, 'args': sys.argv[2:]}))\n"
     (folder / "train.py").write_text(text)
-    run.program("train.py")(argparse.Namespace(standin=True), found)
-    assert found == {"length": 3.9, "args": ["--standin"]}
+    run.program("train")(argparse.Namespace(standin=True), found)
+    assert found == {"length": 3.9, "args": ["--cpu"]}
     (folder / "train.py").write_text(text + "sys.exit(4)\n")
     with pytest.raises(run.Wrong, match="exit code 4: said"):
-        run.program("train.py")(argparse.Namespace(standin=False), found)
+        run.program("train")(argparse.Namespace(standin=False), found)

@@ -58,7 +58,7 @@ def build(order: EnvironmentBuild) -> int:
             print(f"{path} is half-made: making it anew")
             shutil.rmtree(path)
         started = time.time()
-        # The files of an environment are those of the cache: while one is made root's, no other build writes them.
+        # All builds run as one user: while one is made root's, no other writes into it.
         held.enter_context(lock_files.locked(order.cache / BUILD_LOCK, what, WAIT_SECONDS))
         try:
             _install(order)
@@ -88,7 +88,7 @@ def _install(order: EnvironmentBuild) -> None:
     _run(venv, order, f"a virtual environment of Python {order.python} could not be made")
     packages = f"{len(drift.read_lock(order.lock.read_text()))} packages of {order.lock.name}"
     print(f"installing {packages}", flush=True)
-    sync = [uv, "pip", "sync", "--python", interpreter, "--require-hashes", "--link-mode", "hardlink"]
+    sync = [uv, "pip", "sync", "--python", interpreter, "--require-hashes", "--link-mode", "copy"]
     sync += ["--no-build", *_index_options(order), str(order.lock)]
     _run(sync, order, f"the {packages} could not be installed")
     # uv would compile with the environment's own Python, which runs what packages put into *.pth files.
