@@ -2,7 +2,7 @@
 
 from pyinfra.api import deploy
 
-from rig.artifacts.edge import ACME_ROOTS, CERTIFICATE, KEYS, certificate_path, edge_files, keys_map
+from rig.artifacts.edge import ACME_ROOTS, CERTIFICATE, KEYS, certification, edge_files, keys_map
 from rig.operations import edge as operations
 from rig.operations.files import File, present, secret
 from rig.operations.system import system_users
@@ -29,13 +29,13 @@ def edge(plan: HostPlan) -> None:
     if tls is not None and tls.certificate and tls.key:
         content = operator_certificate(tls.certificate, tls.key)
         secret(name="Store the certificate", path=CERTIFICATE, content=content, group=user)
-    elif tls is not None:
-        if tls.acme and tls.acme.roots:
-            roots = File(ACME_ROOTS, operator_roots(tls.acme.roots))
-            present(name="Store roots of the ACME authority", entries=[roots])
-        check = [layout.RIGCTL, "edge-certificate", "--check", *tls.authority] if tls.authority else ["true"]
-        operations.certified(name="Certify the edge", command=check, path=certificate_path(tls))
-    read = [File(path, text.encode()) for path, text in edge_files(plan).items() if path.startswith(f"{layout.EDGE}/")]
+    elif tls is not None and tls.acme and tls.acme.roots:
+        roots = File(ACME_ROOTS, operator_roots(tls.acme.roots))
+        present(name="Store roots of the ACME authority", entries=[roots])
+    files = edge_files(plan)
+    if issued := certification(files):
+        operations.certified(name="Certify the edge", command=issued[0], path=issued[1])
+    read = [File(path, text.encode()) for path, text in files.items() if path.startswith(f"{layout.EDGE}/")]
     operations.running(name="Let the edge serve", files=read, takeovers=[*takeovers(plan.edge)])
 
 

@@ -7,12 +7,13 @@ from pyinfra import host
 from pyinfra.api import deploy
 from pyinfra.api.exceptions import PyinfraError
 
+from rig.artifacts.edge import certification
 from rig.artifacts.rollback_states import FORMAT, NoState, known_as, left_behind, state_file, target, way_to
 from rig.catalog.entries import Kernel
 from rig.facts.state import JsonFile, Lines
 from rig.operations import rollback_states, system
 from rig.operations.deploy_lock import deploy_lock
-from rig.operations.edge import running
+from rig.operations.edge import certified, running
 from rig.operations.files import File, present
 from rig.operations.kernel_wheels import kernel
 from rig.plan.current import check_privilege
@@ -73,6 +74,8 @@ def rollback(state: dict[str, Any], left: list[str], way: list[str]) -> None:
     present(name="Write its units", entries=files)
     system.retired_units(name="Remove units it does not have", keep=[*units, layout.FALLBACK_UNIT])
     system.units_loaded(name="Load units into systemd", units=units, files=files)
+    if issued := certification(state["files"]):
+        certified(name="Certify the edge", command=issued[0], path=issued[1])
     if read := [file for file in files if file.path.startswith(f"{layout.EDGE}/")]:
         running(name="Let the edge serve", files=read)
     restart = host.data.get("restart") or "never"

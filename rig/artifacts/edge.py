@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from string import ascii_letters, digits
 
@@ -87,6 +88,19 @@ def edge_files(plan: HostPlan) -> dict[str, str]:
 def certificate_path(tls: Tls) -> str:
     """The file on the host with certificate and key."""
     return f"{ACME}/certificates/{tls.acme.names[0]}.pem" if tls.acme else CERTIFICATE
+
+
+def certification(files: Mapping[str, str]) -> tuple[list[str], str] | None:
+    """What says on the host why a new certificate is needed, in a line, and where the certificate lies.
+
+    files: path -> text, as `edge_files` makes them or a deploy has recorded them. None where nothing issues one.
+    """
+    unit = files.get(f"{layout.UNITS}/{RENEWAL}")
+    if unit is None:
+        return None
+    issued = re.search(rf"^ExecStart={layout.RIGCTL} edge-certificate (.+)$", unit, re.M)
+    check = [layout.RIGCTL, "edge-certificate", "--check", *shlex.split(issued[1])] if issued else ["true"]
+    return check, re.findall(r" ssl crt (\S+)", files[CONFIGURATION])[0]
 
 
 def acme_command(acme: Acme) -> list[str]:

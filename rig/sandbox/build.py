@@ -94,20 +94,13 @@ def bootstrap_command(
     """Argv that makes the root; the sources go to mmdebstrap's standard input."""
     mmdebstrap = tool("mmdebstrap")
     include = f"--include={','.join(box_packages(login))}"
+    # A mount namespace of its own: both mount below the root, and nothing stays mounted there when they are killed.
+    apart = ["unshare", "--mount"]
     if mmdebstrap is None:
-        # A mount namespace of its own: nothing stays mounted below the root when it is killed.
-        return [
-            "unshare",
-            "--mount",
-            tool("debootstrap") or "debootstrap",
-            "--variant=minbase",
-            include,
-            RELEASE,
-            str(root),
-        ]
+        return [*apart, tool("debootstrap") or "debootstrap", "--variant=minbase", include, RELEASE, str(root)]
     options = [f"--aptopt={option}" for option in machine.apt_options]
     sources = ["-"] if machine.apt_sources else []
-    return [mmdebstrap, "--mode=root", "--variant=minbase", include, *options, RELEASE, str(root), *sources]
+    return [*apart, mmdebstrap, "--mode=root", "--variant=minbase", include, *options, RELEASE, str(root), *sources]
 
 
 def build_root(box: Box, machine: Machine, state: State, lock: int) -> None:

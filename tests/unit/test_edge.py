@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rig.artifacts.edge import CONFIGURATION, UNIT, edge_files, keys_map, places, routes
+from rig.artifacts.edge import CERTIFICATE, CONFIGURATION, UNIT, certification, edge_files, keys_map, places, routes
 from rig.artifacts.receipt import receipt_items
 from rig.artifacts.rollback_states import state_of
 from rig.artifacts.units import run_specification, unit_file, unit_files
@@ -49,6 +49,19 @@ def taken_over(key: str | None = "~/key", **listening: Listen) -> tuple[Edge, di
     edge, moved = edge_of(None, key, entries(**listening))
     assert edge is not None
     return edge, moved
+
+
+def test_who_issues_its_certificate_is_read_from_its_files() -> None:
+    names = ["kimi-1.example.com", "10.0.0.5", "fc00::1"]
+    check = [layout.RIGCTL, "edge-certificate", "--check", *names]
+    assert certification(edge_files(with_edge(tls={"authority": names}))) == (check, CERTIFICATE)
+    acme = {"names": ["kimi-1.example.com"], "email": "me@example.com"}
+    assert certification(edge_files(with_edge(tls={"acme": acme}))) == (
+        ["true"],
+        "/var/lib/kimi-edge/certificates/kimi-1.example.com.pem",
+    )
+    assert certification(edge_files(with_edge())) is None, "it is given"
+    assert certification(edge_files(with_edge(tls="none"))) is None and certification({}) is None
 
 
 def test_a_host_whose_engines_listen_on_loopback_has_none() -> None:
