@@ -113,13 +113,14 @@ test: check ## everything CI runs: check, then the box from bare to a served ans
 	@$(BIN)/python -m pytest -q -n 2 -m slow tests/unit
 	@$(PIP) --require-hashes -r requirements/clients.txt
 	@$(BIN)/python -m pytest -q tests/edge # apt-get install haproxy
-	@$(BIN)/python -m pytest -q tests/staging tests/sandbox --ignore tests/sandbox/test_sudo.py
+	@$(BIN)/python -m pytest -q -m 'not long' tests/staging tests/sandbox --ignore tests/sandbox/test_sudo.py
 	@$(BIN)/python -m pytest -q -m 'not long' tests/sandbox/test_sudo.py # compares with a box that nothing else has used
 
 test-drill: supported .venv/ready ## faults of units, adoption and interrupted deploys, on a box of its own (long)
 	@$(PIP) --require-hashes -r requirements/bench.txt
 	@$(BIN)/python -m pytest -q --real tests/drill
 	@$(BIN)/python -m pytest -q -m long tests/sandbox/test_sudo.py
+	@$(BIN)/python -m pytest -q -m long tests/sandbox/test_models.py
 
 test-upgrade: supported .venv/ready ## the previous version serves, this one deploys over it, a rollback starts (15 minutes)
 	@$(BIN)/python -m pytest -q -x tests/upgrade

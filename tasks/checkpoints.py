@@ -2,6 +2,7 @@
 
 from pyinfra.api import deploy
 
+from rig.artifacts.canary import canary_files
 from rig.artifacts.checkpoint_orders import checkpoint_files
 from rig.artifacts.units import pairs
 from rig.operations.checkpoints import checkpoint, drafters_fit
@@ -12,7 +13,7 @@ from rig.plan.host_plan import HostPlan
 
 @deploy("Checkpoints")
 def checkpoints(plan: HostPlan) -> None:
-    files = [File(path, content) for path, content in checkpoint_files(plan).items()]
+    files = [File(path, content) for path, content in {**checkpoint_files(plan), **canary_files(plan)}.items()]
     present(name="Describe checkpoints", entries=files)
     for name, entry in plan.checkpoints.items():
         checkpoint(

@@ -29,6 +29,7 @@ from pydantic import (
     model_validator,
 )
 
+from rig.catalog.canary import GENERAL, canary_prompts
 from rig.catalog.defaults import DRAFTERS_DRAFT, Defaults, with_defaults
 from rig.catalog.kept_layers import Memory
 from rig.catalog.speculation_flags import FLAGS
@@ -344,6 +345,8 @@ class Family(Entry):
     """By engine; host: what the host's policy decides, whose figures are of Kimi-K2 on eight cards."""
     memory_reserve: dict[EngineName, Annotated[int, Field(ge=0)]] = {}
     """By engine: bytes on each GPU that go to activations and graphs."""
+    canary: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]*$")] = GENERAL
+    """What the quality canary asks: inventory/canary/NAME.yaml."""
     notes: str = ""
 
 
@@ -515,6 +518,7 @@ def _load(overlay: str | None, inventory: Path) -> Catalog:
         raise CatalogError(f"{inventory.name}/serving.yaml:1: serving: there is no configuration in it")
     findings += _cross_check(catalog, documents)
     findings += _check_manifests(catalog, documents["checkpoints"], inventory / "manifests")
+    findings += _check_canaries(catalog, documents["families"], inventory)
     if findings:
         raise CatalogError(_told(findings))
     return catalog
@@ -754,6 +758,14 @@ def _check_manifests(catalog: Catalog, document: Document, folder: Path) -> Iter
         except RigctlError as error:
             message = f"{error}: remove it, and `make pin CHECKPOINT={name}` writes it anew"
             yield Finding(str(document.place((name,))), "checkpoints", (name,), message)
+
+
+def _check_canaries(catalog: Catalog, document: Document, inventory: Path) -> Iterator[Finding]:
+    for name, family in catalog.families.items():
+        try:
+            canary_prompts(family.canary, inventory)
+        except RigctlError as error:
+            yield Finding(str(document.place((name, "canary"))), "families", (name, "canary"), str(error))
 
 
 def overlapping(paths: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -243,6 +243,21 @@ def test_what_runs(target: Target, configuration: str, remarks: list[str]) -> No
     assert '"content": ""' not in answer, f"{unit} answers nothing"
 
 
+def test_the_quality_canary_has_passed(target: Target, warnings: list[str]) -> None:
+    """Of what runs: its release, flags, KV cache and drafter."""
+    for row in json.loads(run(target.host, "rigctl status --json")):
+        known, name = row.get("canary") or {}, row["name"]
+        if row["state"] != "active" or name not in target.plan.serving:
+            continue
+        if not known.get("present"):
+            warnings.append(
+                f"{target.name}: {name} runs with a release, flags, cache or drafter that no quality canary was asked "
+                f"about: `rigctl canary {name}` on the host"
+            )
+        elif known["verdict"] == "worse":
+            warnings.append(f"{target.name}: the quality canary of {name} was worse: {'; '.join(known['reasons'][:2])}")
+
+
 NOT_THERE = ["/", "/health", "/metrics", "/invocations", "/tokenize", "/openapi.json", "/v1/embeddings"]
 """Paths of engines that are nobody's business beyond the host; counters are for named networks, never for the host."""
 

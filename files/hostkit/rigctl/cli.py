@@ -13,6 +13,7 @@ from rigctl.errors import RigctlError
 
 MODULES: dict[str, str] = {
     "bench": "rigctl.bench",
+    "canary": "rigctl.services.canary",
     "checkpoints": "rigctl.checkpoints.commands",
     "doctor": "rigctl.services.doctor",
     "drift": "rigctl.engines.drift",
@@ -32,6 +33,9 @@ MODULES: dict[str, str] = {
 }
 """Module by the subcommand of its own name; some register further ones."""
 
+USAGE = {"canary": 64}
+"""Exit codes of wrong usage that are not argparse's own: of a command whose codes say how a comparison went."""
+
 
 def parser(names: Iterable[str]) -> argparse.ArgumentParser:
     """The parser of these subcommands."""
@@ -47,7 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.update(layout.LOCALE)
     first = (argv if argv is not None else sys.argv[1:])[:1]
     # Only what is asked for: the engines' clients take a while to import.
-    arguments = parser(first if first and first[0] in MODULES else MODULES).parse_args(argv)
+    try:
+        arguments = parser(first if first and first[0] in MODULES else MODULES).parse_args(argv)
+    except SystemExit as stopped:
+        code = USAGE.get(first[0], 2) if first else 2
+        raise SystemExit(code if stopped.code == 2 else stopped.code) from None
     for stream in (sys.stdout, sys.stderr):
         # Names of files and processes may be any bytes.
         if isinstance(stream, io.TextIOWrapper):

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from rigctl.bench.counters import gpu_state
 from rigctl.checkpoints import overlay
 from rigctl.contract import layout
+from rigctl.contract.canary import outcomes
 from rigctl.contract.order import faults
 from rigctl.contract.sweep import HostFacts, ModelFacts
 from rigctl.errors import RigctlError
@@ -27,7 +28,7 @@ def host_facts(models: Sequence[str]) -> HostFacts:
         hardware=_hardware(),
         driver=next((row[0] for row in nvidia_smi("--query-gpu=driver_version")), None),
         kernel=platform.release(),
-        receipt=read_object(RECEIPT) or {},
+        receipt={**(read_object(RECEIPT) or {}), "canary": outcomes()},
         models={path: _model(Path(path)) for path in models},
     )
 

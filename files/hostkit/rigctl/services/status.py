@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from rigctl.checkpoints.precheck import identities
 from rigctl.contract import layout
+from rigctl.contract.canary import CanaryOutcome, outcome_place
 from rigctl.contract.happened import Ended, Fallback, Started, Unreadable, Watched
 from rigctl.contract.order import ContractError
 from rigctl.contract.run_specification import Endpoint
@@ -127,6 +128,7 @@ def row(specification: Specification) -> dict[str, Any]:
     stale = f"what it was started with is not known ({unknown})" if unknown else _stale(specification, ran_as)
     watch = (Watched.known(specification.runtime) if ran_as else None) or Watched()
     ended = Ended.known(specification.state) if state != "active" else None
+    canary = _canary(specification, ran_as)
     return {
         "name": specification.name,
         "state": state,
@@ -147,8 +149,10 @@ def row(specification: Specification) -> dict[str, Any]:
         "last_end": _json(ended),
         "stale": stale is not None,
         "edited": _edited(specification, unit),
+        "canary": canary,
         "remarks": [
             *_of_unit(specification, unit, stale, ran_as),
+            *([f"CANARY WORSE: {why}" for why in canary["reasons"][:3]] if canary["present"] else ()),
             *(_of_run(ran_as, watch) if ran_as else ()),
             *(_of_end(ended, failed=state == "failed") if ended else ()),
         ],
@@ -175,6 +179,18 @@ def _stale(specification: Specification, ran_as: Started | None) -> str | None:
         return None  # on its way: staging and verification say so themselves
     changed = [name for name, was in ran_as.checkpoints.items() if now.get(name) != was]
     return f"{', '.join(changed)} replaced since it was started" if changed else None
+
+
+def _canary(specification: Specification, ran_as: Started | None) -> dict[str, Any]:
+    """How its last canary ended. present: that was of what runs now, or would be started."""
+    found = CanaryOutcome.known(outcome_place(specification.name))
+    present = [ran_as.digest, *ran_as.same_as] if ran_as else specification.known_as
+    return {
+        "verdict": found and found.verdict,
+        "present": found is not None and found.run.settings.digest in present,
+        "reasons": found.reasons if found else [],
+        "at": found and found.run.at,
+    }
 
 
 def _edited(specification: Specification, unit: dict[str, str]) -> list[str]:

@@ -147,6 +147,10 @@ class Engine:
         """Names of the served models."""
         return [entry["id"] for entry in self._get("/v1/models", timeout).json()["data"]]
 
+    def context(self, timeout: float = 5) -> int:
+        """Tokens of prompt and answer together that it takes, as both engines tell it beside the model's name."""
+        return int(self._get("/v1/models", timeout).json()["data"][0]["max_model_len"])
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
