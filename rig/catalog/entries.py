@@ -685,6 +685,18 @@ def _cross_check(catalog: Catalog, documents: Mapping[str, Document]) -> Iterato
         yield from _check_current(name, configuration, catalog, finding)
     yield from _check_compared(catalog, documents["serving"])
     yield from _check_checkpoints(catalog, documents["checkpoints"])
+    yield from _check_traps(catalog, documents["releases"])
+
+
+def _check_traps(catalog: Catalog, document: Document) -> Iterator[Finding]:
+    """A trap of a model that nobody has would concern no host, without a word."""
+    known = {*catalog.checkpoints, *catalog.families}
+    for name, release in catalog.releases.items():
+        for number, trap in enumerate(release.known_bad):
+            for model in set(trap.models) - known:
+                path = (name, "known_bad", number, "models")
+                message = f"there is no checkpoint or family {model}{nearest(model, known)}"
+                yield Finding(str(document.place(path)), "releases", path, message)
 
 
 def _check_compared(catalog: Catalog, document: Document) -> Iterator[Finding]:

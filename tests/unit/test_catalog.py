@@ -273,6 +273,15 @@ def test_a_section_of_an_overlay_is_a_mapping(inventory: Path) -> None:
         load_catalog("x.yaml", inventory)
 
 
+def test_a_trap_names_models_that_there_are(inventory: Path) -> None:
+    path = inventory / "releases.yaml"
+    trap = "  known_bad:\n    - {what: w, thread: t, models: [kimi-k2.5-int4, kimi-k2.5-int8]}\n"
+    path.write_text(re.sub("(?m)^vllm-0.33.0:\n", f"vllm-0.33.0:\n{trap}", path.read_text()))
+    message = r"releases.yaml:\d+: releases.vllm-0.33.0.known_bad.0.models: there is no checkpoint or family "
+    with pytest.raises(CatalogError, match=message + 'kimi-k2.5-int8, did you mean "kimi-k2.5-int4"'):
+        load_catalog(None, inventory)
+
+
 def test_an_overlay_adds_entries_below_a_section_of_its_own(inventory: Path) -> None:
     place = inventory / "overlays" / "x.yaml"
     place.write_text(

@@ -111,6 +111,26 @@ def test_a_release_known_to_be_bad_is_refused_unless_the_data_takes_it() -> None
     assert "known-bad" not in codes(SOUND, unused)
 
 
+@pytest.mark.parametrize("of", ["checkpoint", "family"])
+@pytest.mark.parametrize("refuse", [False, True])
+def test_a_trap_of_some_models_concerns_hosts_that_serve_them(of: str, refuse: bool) -> None:
+    """By checkpoint or by family; reported, or refused where the trap says so; other hosts hear nothing of it."""
+    name = "glm-5.2-nvfp4" if of == "checkpoint" else "glm-5"
+    trap = KnownBad(what="it answers in riddles", thread="vllm#1", refuse=refuse, models=[name, "nobody"])
+    changed = CATALOG.releases["vllm-0.16.0"].model_copy(update={"known_bad": [trap]})
+    needs = replace(NEEDS, releases={**CATALOG.releases, "vllm-0.16.0": changed})
+    assert {"known-trap", "known-bad"}.isdisjoint(codes(SOUND, needs)), "it serves neither"
+    served = replace(needs, models={"vllm-0.16.0": frozenset({"glm-5.2-nvfp4", "glm-5"})})
+    [finding] = [one for one in preflight(SOUND, decide(SOUND), served) if one.code in ("known-trap", "known-bad")]
+    assert "it answers in riddles (vllm#1)" in str(finding)
+    assert (finding.code, finding.severity) == (
+        ("known-bad", Severity.ERROR) if refuse else ("known-trap", Severity.WARNING)
+    )
+    assert refuse or f"vllm-0.16.0 with {name}: " in str(finding)
+    elsewhere = replace(needs, models={"sglang-0.5.9": frozenset({name})})
+    assert {"known-trap", "known-bad"}.isdisjoint(codes(SOUND, elsewhere)), "another release serves it"
+
+
 def place(path: str, **change: Any) -> HostFacts:
     return replace(SOUND, paths={**SOUND.paths, path: replace(SOUND.paths[path], **change)})
 
