@@ -42,6 +42,7 @@ class Served:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host = Host(root, monkeypatch)
+        self.files: Files = FILES
         monkeypatch.setattr(canary, "properties", self.host.properties)
         for name in ("CANARY_PROMPTS", "STATE"):
             (root / name.lower()).mkdir()
@@ -49,7 +50,6 @@ class Served:
         monkeypatch.setattr(layout, "CANARY", f"{layout.STATE}/canary")
         monkeypatch.setattr(canary, "engine_of", lambda found: AutomatonEngine(found, self.files))
         monkeypatch.setattr(builder, "_confined", False)
-        self.files = FILES
         self.host.add("qwen", speculation=None)
         self.host.runs("qwen", checkpoints={"target": "revision-1"}, release="vllm-x")
         self.ask(PROMPTS)
