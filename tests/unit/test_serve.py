@@ -187,6 +187,36 @@ def test_a_signal_of_a_stranger_is_no_stop(tmp_path: Path, number: signal.Signal
     assert f"sent {number.name} to the supervisor" in cause and "use `systemctl stop kimi-drill.service`" in cause
 
 
+@pytest.mark.parametrize("seconds", [0.4, 1.5])
+def test_a_stop_and_continue_of_the_supervisor_is_no_signal(seconds: float) -> None:
+    """CPython's sigtimedwait returns a siginfo of chance then, such as a SIGHUP from nobody."""
+    program = "import signal, time; from rigctl.supervisor.serve import SIGNALS, received_within as within\n"
+    program += "signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS); print('up', flush=True)\n"
+    program += f"print([within({seconds}) for _ in range(4)], flush=True); print(within(60).si_signo)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stdout.readline() == "up\n"
+        for _ in range(4):
+            time.sleep(seconds / 4)
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(seconds)
+            process.send_signal(signal.SIGCONT)
+        assert process.stdout.readline() == "[None, None, None, None]\n"
+        process.terminate()
+        assert process.stdout.readline() == f"{signal.SIGTERM.value}\n"
+
+
+def test_a_supervisor_that_was_stopped_and_continued_serves_on(tmp_path: Path) -> None:
+    run = Run(tmp_path, limits=limits(**FAST))
+    run.until("READY=1")
+    for _ in range(5):
+        run.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.7)
+        run.process.send_signal(signal.SIGCONT)
+        time.sleep(0.3)
+    assert run.process.poll() is None, run.journal
+    assert run.stop() == 0
+
+
 def test_running_requests_are_drained(tmp_path: Path) -> None:
     run = Run(tmp_path, drain="none", limits=limits(**{**FAST, "watch_seconds": 60}))
     run.until("READY=1")
