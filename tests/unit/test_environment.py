@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rigctl.engines import drift, patches
+from rigctl.engines import drift, patches, prune
 from rigctl.engines.drift import LOCK, SERIES
 from rigctl.engines.environment import STAMP
 from rigctl.errors import RigctlError
@@ -155,6 +155,15 @@ def test_a_second_environment_is_files_of_its_own_and_neither_it_nor_the_cache_i
     command[-1] = json.dumps(json.loads(command[-1]) | {"patches": None})
     assert run(command).returncode == 0
     assert (host.answer("plain"), host.answer("old")) == ("1", "2")
+
+
+def test_wheels_of_a_directory_are_unpacked_again_after_the_cache_was_swept(host: Host) -> None:
+    for cache in (host.root / "cache", *(host.root / "cache").iterdir()):
+        prune.sweep(cache)
+    assert not list((host.root / "cache").rglob("engine"))
+    built = host.build("new")
+    assert built.returncode == 0, built.stderr
+    assert host.answer("new") == "2"
 
 
 def test_a_wrong_hash_in_the_lock(host: Host) -> None:

@@ -199,18 +199,17 @@ def test_pruning_removes_and_keeps_the_list_of_what_we_created_true(
     assert (host.base / "mine").exists()
 
 
-def test_wheels_that_no_environment_shares_go_from_the_cache(host: Host) -> None:
+def test_wheels_go_from_the_cache_and_what_an_environment_shares_of_them_stays(host: Host) -> None:
     paths = [host.environment(digit) for digit in "abcd"]
-    cached = [host.base / ".cache/archive-v0" / name / "module.py" for name in ("old", "shared")]
-    for file in cached:
+    cached = host.base / ".cache/archive-v0/wheel/module.py"
+    noted = host.base / ".cache/wheels-v8/index/wheel.rev"
+    for file in (cached, noted):
         file.parent.mkdir(parents=True)
         file.write_text("")
-    (paths[0] / "old.py").hardlink_to(cached[0])
-    (paths[0] / "shared.py").hardlink_to(cached[1])
-    (paths[3] / "shared.py").hardlink_to(cached[1])
+    (paths[3] / "shared.py").hardlink_to(cached)
     prune.prune(host.base, host.states, [paths[3]], None)
     assert not paths[0].exists() and (paths[3] / "shared.py").exists()
-    assert [file.exists() for file in cached] == [False, True]
+    assert not cached.exists() and not noted.exists()
 
 
 def test_one_can_be_dropped_to_make_room_unless_it_is_in_use(

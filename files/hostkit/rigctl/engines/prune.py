@@ -1,9 +1,8 @@
 """`rigctl prune`: remove engine environments that no state of this host needs any more.
 
 Kept: the current environment of each release and the two that were current before it, what one of the last three states
-names, and always what a process, a job or a unit uses. With them go the wheels in uv's cache that no environment shares
-any more. Of the states themselves the last eight, if their environments
-are there.
+names, and always what a process, a job or a unit uses. With them go the wheels in uv's cache, of which environments are
+copies. Of the states themselves the last eight, if their environments are there.
 """
 
 from __future__ import annotations
@@ -124,13 +123,13 @@ def _remove(base: Path, unneeded: Sequence[Path], created: Path | None) -> None:
 
 
 def _sweep_cache(cache: Path) -> None:
-    """Remove unpacked wheels that no environment shares any more; uv fetches one again when it is asked for it.
+    """Remove unpacked wheels; uv fetches one again when it is asked for it.
 
     Its own `uv cache prune` keeps every wheel that it could use again, 10 GB an engine.
     """
     building = ["systemctl", "list-units", "--no-legend", "--plain", "--state=active", "kimi-job-env-*"]
     if subprocess.run(building, check=False, capture_output=True, errors="replace").stdout.strip():
-        return  # a wheel that is about to be linked looks the same
+        return  # it reads them now
     sweep(cache)
     if (theirs := cache / BUILDERS_CACHE).is_dir():
         again = own_process("rigctl.engines.prune", str(theirs))
@@ -139,10 +138,12 @@ def _sweep_cache(cache: Path) -> None:
 
 
 def sweep(cache: Path) -> None:
-    """Remove the wheels of a cache that no environment shares: root in its own, the builder in its own."""
-    for wheel in cache.glob("archive-v*/*"):
-        if not any(path.stat().st_nlink > 1 for path in wheel.rglob("*") if path.is_file() and not path.is_symlink()):
-            shutil.rmtree(wheel)
+    """Remove the wheels of a cache: root in its own, the builder in its own.
+
+    And what uv noted of them: it does not miss a wheel of a directory that it has unpacked once (seen with 0.13.9).
+    """
+    for bucket in (*cache.glob("wheels-v*"), *cache.glob("archive-v*")):
+        shutil.rmtree(bucket)
 
 
 def _is_ours(path: Path) -> bool:
