@@ -91,7 +91,8 @@ def test_the_canary_passes_on_each(box: DeployBox) -> None:
 
 def test_code_of_a_model_is_run_by_nobody_who_serves(box: DeployBox) -> None:
     """As the builder, without a network: root asks for it, and neither root nor the engines' user runs it."""
-    ask = f"from rigctl.services.canary_checks import values; print(values({UID!r}, ['f()']))"
+    ask = f"import sys; sys.path.insert(0, '{layout.HOSTKIT}/current'); "
+    ask += f"from rigctl.services.canary_checks import values; print(values({UID!r}, ['f()']))"
     said = box.ssh(f"{layout.HOSTKIT}/current/venv/bin/python -I -c {shlex.quote(ask)}").stdout
     builder = box.ssh(f"id -u {layout.BUILDER}").stdout.strip()
     assert said.strip() == f"[{builder}]" and builder not in ("0", box.ssh("id -u kimi").stdout.strip())

@@ -255,9 +255,7 @@ held = st.lists(st.booleans(), min_size=1, max_size=4)
 def test_the_same_answers_are_never_worse(found: dict[str, list[bool]], data: st.DataObject) -> None:
     rounds = data.draw(st.integers(1, 4))
     before = made({name: (one * rounds)[:rounds] for name, one in found.items()})
-    outcome = canary.compared(before, before)
-    mean = sum(before.scores) / rounds
-    assert outcome.verdict == "same" or mean < min(before.scores) + 1e-9
+    assert canary.compared(before, before).verdict == "same"
 
 
 # One answer

@@ -40,6 +40,8 @@ from rigctl.supervisor.specification import Specification, named
 USAGE = 64
 LEAST = 0.5
 """A baseline with a lower score is none: the model or its prompts are wrong from the start."""
+ROUNDING = 1e-9
+"""A mean of equal scores may differ from them by so much."""
 Verdict = Literal["same", "better", "worse"]
 
 
@@ -205,9 +207,9 @@ def compared(found: CanaryRun, baseline: CanaryRun) -> CanaryOutcome:
         elif found.settings.digest == baseline.settings.digest and before.text and now.text not in (None, before.text):
             reasons.append(f"{name}: the same settings gave another text at temperature 0")
     score, lowest, highest = _mean(found.scores), min(baseline.scores), max(baseline.scores)
-    if score < lowest:
+    if score < lowest - ROUNDING:
         reasons.append(f"score {score:.2f} is below the baseline's {lowest:.2f} to {highest:.2f}")
-    verdict: Verdict = "worse" if reasons else "better" if score > highest else "same"
+    verdict: Verdict = "worse" if reasons else "better" if score > highest + ROUNDING else "same"
     return CanaryOutcome(verdict=verdict, reasons=reasons, run=found, baseline_at=baseline.at)
 
 
