@@ -14,7 +14,7 @@ from tasks.units import units
 
 plan = current_plan()
 
-neighbours(plan=plan)  # told, never touched: servers on our ports and GPUs that are not ours
+neighbours(plan=plan)  # reported, never touched: servers on our ports and GPUs that are not ours
 base(plan=plan)  # deploy lock, packages, service user, directories, secrets
 host(plan=plan)  # preflight, driver, kernel arguments, module options, sysctls, each with its reason
 hostkit(plan=plan)  # rigctl, in an environment of its own

@@ -1,4 +1,4 @@
-"""Neighbours: what serves on this host already and is not ours. Told in plan and deploy, never touched."""
+"""Neighbours: what serves on this host already and is not ours. Reported by plan and deploy, never touched."""
 
 from pyinfra.api import deploy
 

@@ -71,7 +71,7 @@ supervision = {
     # It restarts an engine that for so long neither answered nor moved a counter, or gave so many wrong answers.
     "frozen_minutes": 10,
     "errors_in_a_row": 3,
-    # Tokens a step below which a drafter counts as slower than none, judged over so many steps of others' requests.
+    # Tokens a step below which a drafter counts as slower than none, measured over so many steps of others' requests.
     "acceptance_floor": 1.25,
     "window_drafts": 200,
     # After a crash: so many restarts in a row, the first after the delay, each next after twice that, up to the limit.

@@ -18,7 +18,19 @@ if TYPE_CHECKING:
 INK, FAINT = "#010203", "#040506"
 LINES = [f"#0a0b{index:02x}" for index in range(8)]
 _COLOURS = {INK: "var(--ink)", FAINT: "var(--faint)"} | {c: f"var(--line{n})" for n, c in enumerate(LINES)}
-_MARKERS = "osD^vPX*"
+_MARKERS = {
+    "o": "\u25cf",
+    "s": "\u25a0",
+    "D": "\u25c6",
+    "^": "\u25b2",
+    "v": "\u25bc",
+    "P": "\u271a",
+    "X": "\u2716",
+    "*": "\u2605",
+}
+"""Marker in a picture -> the same in the page's legend."""
+HEIGHT = 3.4
+"""Inches of a picture that is 6 wide: all of a scene have the same, so that none leaves a hole beside it."""
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "kimi-rig",
@@ -43,8 +55,8 @@ class PlottingMissing(RigctlError):
     """matplotlib is not installed."""
 
 
-def _picture(prefix: str, height: float, draw: Callable[..., None], rows: int = 1) -> str:
-    """One SVG of what `draw` draws on the axes of each row. prefix: of the ids in it."""
+def _picture(prefix: str, height: float, draw: Callable[[Axes], None]) -> str:
+    """One SVG of what `draw` draws. prefix: of the ids in it."""
     try:
         import matplotlib  # noqa: PLC0415  # heavy, and needed for reports only
 
@@ -55,8 +67,8 @@ def _picture(prefix: str, height: float, draw: Callable[..., None], rows: int = 
             "the report needs matplotlib: .venv/bin/python -m pip install --require-hashes -r requirements/bench.txt"
         ) from None
     with pyplot.rc_context(_STYLE):
-        figure, axes = pyplot.subplots(rows, figsize=(6, height), sharex=True, squeeze=False)
-        draw(*axes.flat)
+        figure, axes = pyplot.subplots(figsize=(6, height))
+        draw(axes)
         return _svg(pyplot, figure, prefix)
 
 
@@ -74,24 +86,22 @@ def throughput(study: Study, scene: Scene, prefix: str) -> str:
                 axes.axvline(at, color=LINES[number % len(LINES)], linestyle=":", linewidth=1.5)
                 place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "va": "bottom", "ha": "right"}
                 axes.text(at, 0.03, f"crossover {at:.1f}", **place)
-        _axes(axes, "concurrent requests", "output tokens a second, all streams", study.concurrencies(scene))
+        _axes(axes, "output tokens a second, all streams", study.concurrencies(scene))
 
-    return _picture(f"{prefix}-throughput", 4.2, draw)
+    return _picture(f"{prefix}-throughput", HEIGHT, draw)
 
 
-def latency(study: Study, scene: Scene, prefix: str) -> str:
-    """Time to the first token (p90) and between tokens (p50) against concurrency."""
+def latency(study: Study, scene: Scene, prefix: str, kind: str, quantile: str) -> str:
+    """A quantile of a time in ms (ttft: to the first token, itl: between tokens) against concurrency."""
 
-    def draw(first: Axes, between: Axes) -> None:
-        for axes, kind, quantile in ((first, "ttft", "p90"), (between, "itl", "p50")):
-            for number, name in enumerate(study.names):
-                line = study.line(scene, name)
-                values = [point.middle(kind, quantile) for _, point in line]
-                axes.plot([c for c, _ in line], values, **_look(number, name))
-        _axes(first, "", "first token p90, ms", study.concurrencies(scene))
-        _axes(between, "concurrent requests", "between tokens p50, ms", study.concurrencies(scene), legend=False)
+    def draw(axes: Axes) -> None:
+        for number, name in enumerate(study.names):
+            line = study.line(scene, name)
+            values = [point.middle(kind, quantile) for _, point in line]
+            axes.plot([c for c, _ in line], values, **_look(number, name))
+        _axes(axes, "milliseconds", study.concurrencies(scene))
 
-    return _picture(f"{prefix}-latency", 6, draw, rows=2)
+    return _picture(f"{prefix}-{kind}", HEIGHT, draw)
 
 
 def acceptance(study: Study, scene: Scene, prefix: str) -> str:
@@ -103,12 +113,12 @@ def acceptance(study: Study, scene: Scene, prefix: str) -> str:
             counted = (point.counters.positions for _, point in study.line(scene, name) if point.counters.positions)
             if shares := [100 * share for share in next(counted, [])]:
                 longest = max(longest, len(shares))
-                axes.plot(range(len(shares)), shares, **_look(number, name))
-        axes.set(ylim=(-3, 103), xlabel="position of the drafted token", ylabel="accepted, %", xticks=range(longest))
+                axes.plot(range(1, len(shares) + 1), shares, **_look(number, name))
+        ticks = range(1, longest + 1)
+        axes.set(ylim=(-3, 103), xlabel="position of the drafted token", ylabel="accepted, %", xticks=ticks)
         axes.grid(alpha=0.4)
-        axes.legend()
 
-    return _picture(f"{prefix}-acceptance", 3.2, draw)
+    return _picture(f"{prefix}-acceptance", HEIGHT, draw)
 
 
 def peaks(entries: Sequence[Reference]) -> str:
@@ -131,22 +141,29 @@ def peaks(entries: Sequence[Reference]) -> str:
 def _look(number: int, name: str) -> dict[str, Any]:
     return {
         "color": LINES[number % len(LINES)],
-        "marker": _MARKERS[number % len(_MARKERS)],
+        "marker": [*_MARKERS][number % len(_MARKERS)],
         "linestyle": "-" if number == 0 else "--",
         "linewidth": 1.8,
         "label": name,
     }
 
 
-def _axes(axes: Axes, x: str, y: str, ticks: Sequence[int], *, legend: bool = True) -> None:
+def legend(study: Study) -> list[tuple[str, str, str]]:
+    """Marker, colour of the page and name of each line, for all pictures of a study."""
+    marks = [*_MARKERS.values()]
+    return [
+        (marks[number % len(marks)], f"var(--line{number % len(LINES)})", name)
+        for number, name in enumerate(study.names)
+    ]
+
+
+def _axes(axes: Axes, y: str, ticks: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(ticks), [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.set(xlabel=x, ylabel=y)
+    axes.set(xlabel="concurrent requests", ylabel=y)
     axes.grid(alpha=0.4)
-    if legend:
-        axes.legend()
 
 
 def _svg(pyplot: Any, figure: Any, prefix: str) -> str:

@@ -61,13 +61,32 @@ def text_cell(cell: Cell) -> str:
     return str(cell if cell is not None else "").replace("|", "\\|").replace("\n", " ")
 
 
-def _pictures(study: Study, scene: Scene, number: int) -> dict[str, Markup]:
-    """Pictures of a scene by title. number: of the scene in the study."""
-    kinds = {"Throughput": plots.throughput, "Latency": plots.latency}
-    if any(point.counters.positions for name in study.names for _, point in study.line(scene, name)):
-        kinds["Acceptance by position"] = plots.acceptance
+def _pictures(study: Study, scene: Scene, number: int) -> list[tuple[Markup, str]]:
+    """Pictures of a scene, each with what it shows. number: of the scene in the study."""
     prefix = f"{study.host}-{number}"
-    return {title: Markup(draw(study, scene, prefix)) for title, draw in kinds.items()}  # noqa: S704  # matplotlib's own
+    drawn = [
+        (
+            plots.throughput(study, scene, prefix),
+            "Throughput of all streams together, higher is better. Bars reach from the slowest to the fastest round.",
+        ),
+        (
+            plots.latency(study, scene, prefix, "ttft", "p90"),
+            "Time to the first token, lower is better: nine of ten requests waited less.",
+        ),
+        (
+            plots.latency(study, scene, prefix, "itl", "p50"),
+            "Time between two tokens of one answer, lower is better: the median.",
+        ),
+    ]
+    if any(point.counters.positions for name in study.names for _, point in study.line(scene, name)):
+        drawn.append(
+            (
+                plots.acceptance(study, scene, prefix),
+                "Acceptance by position: how often the first, second, ... drafted token was right, at the lowest load. "
+                "A line that falls fast says that fewer drafted tokens would do.",
+            )
+        )
+    return [(Markup(picture), words) for picture, words in drawn]  # noqa: S704  # matplotlib's own
 
 
 def _peaks(entries: Sequence[Reference]) -> Markup | None:
@@ -107,6 +126,7 @@ def _render(template: str, entries: Iterable[Result | Reference], now: datetime 
             rule=RULE,
             made=(now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
             pictures=_pictures,
+            legend=plots.legend,
             peaks=_peaks,
         )
     )

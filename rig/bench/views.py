@@ -53,7 +53,10 @@ Columns = Mapping[str, Callable[[Row], Cell]]
 
 
 def _table(columns: Columns[Row], rows: Iterable[Row], caption: str = "") -> Table:
-    return Table([*columns], [[show(row) for show in columns.values()] for row in rows], caption)
+    """A table without the columns that no row has anything in."""
+    cells = [[show(row) for show in columns.values()] for row in rows]
+    kept = [number for number, _ in enumerate(columns) if any(row[number] is not None for row in cells)]
+    return Table([[*columns][one] for one in kept], [[row[one] for one in kept] for row in cells], caption)
 
 
 def _concurrency(result: Result) -> Number:
@@ -110,10 +113,13 @@ _SPEED: Columns[Point] = {
     ),
     "tok/s, one stream": lambda point: _number(point, point.stream.median, 1, "rounds.stream_tok_s:median"),
     "rounds": lambda point: _number(point, point.total.rounds, 0, "rounds.output_tok_s:count"),
+    "errors": _sum("errors"),
+}
+_COUNTED: Columns[Point] = {
+    **_CELL,
     "answers": _sum("requests"),
     "output tokens": _sum("output_tokens"),
     "engine counted": _sum("counters.generated_tokens"),
-    "errors": _sum("errors"),
     "most running": _most("running_max"),
     "most waiting": _most("waiting_max"),
     "KV use": _most("kv_use_max", 3),
@@ -210,8 +216,11 @@ def scene_tables(study: Study, scene: Scene) -> list[Table]:
     drafting = [point for point in points if point.length is not None and point.rate is not None]
     beside = [one for name in study.names for one in drafted(study, scene, name)]
     tables = [
-        _table(_SPEED, points, "Throughput; medians of the rounds"),
-        _table(_LATENCY, points, "Latency in milliseconds; medians of the rounds"),
+        _table(_SPEED, points, "Throughput: medians of the rounds"),
+        _table(_LATENCY, points, "Latency in milliseconds: medians of the rounds"),
+        _table(
+            _COUNTED, points, "What was counted, by the load generator and by the engine itself; highest of the gauges"
+        ),
         _table(
             _ACCEPTANCE,
             drafting,
@@ -269,6 +278,14 @@ def findings(study: Study, scene: Scene) -> list[Finding]:
             where = f"{point.result.configuration.name} at {concurrency}"
             found |= {(where, finding.message): finding.of(where) for finding in point.findings}
     return sorted(found.values(), key=lambda finding: get_args(Severity).index(finding.severity))
+
+
+def grouped(found: Iterable[Finding]) -> dict[tuple[Severity, str], list[str]]:
+    """Messages of findings by severity and check, in their order."""
+    groups: dict[tuple[Severity, str], list[str]] = {}
+    for finding in found:
+        groups.setdefault((finding.severity, finding.check), []).append(finding.message)
+    return groups
 
 
 _FAILED: Columns[Result] = {

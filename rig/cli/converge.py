@@ -170,7 +170,7 @@ def asked_hosts(inventory: str, limits: Sequence[str]) -> list[str]:
 
 
 def check_values(inventory: str, names: Sequence[str]) -> None:
-    """What can be told of the hosts' data without a connection. Raises RunFailed, SecretError."""
+    """Validate what needs no connection of the hosts' data. Raises RunFailed, SecretError."""
     for host in inventory_hosts(inventory):
         data = host["data"]
         if host["name"] not in names:

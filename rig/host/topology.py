@@ -40,7 +40,7 @@ NO_LOADER = "neither grub nor systemd-boot was found: kernel arguments are not w
 
 
 class TopologyError(Exception):
-    """An override that is none: says which, and what there is."""
+    """An invalid override key: says which, and which there are."""
 
 
 @dataclass(frozen=True)

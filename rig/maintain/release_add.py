@@ -246,7 +246,7 @@ def add(package: str, version: str, cache: Path | None) -> int:
         (FACTS / f"{name}.json").write_text(Facts.of(answer).text())
     refused = list(report(name, like, answer, entries, release))
     print(f"written: {', '.join(path.name for path in (catalogue, RECIPES, *locks))}")
-    print("read the block over: minimum driver, known_bad and harmless_log are for a person to judge")
+    print("read the block over: minimum driver, known_bad and harmless_log are for a person to check")
     return FAILED if refused else 0
 
 

@@ -81,7 +81,7 @@ def checkpoint(checkpoint_name: str, entry: Checkpoint, path: str, hub_token: bo
 
 @operation()
 def drafters_fit(order: DrafterPairs) -> Commands:
-    """Every configuration's drafter fits its target on its engine release, judged on the host by the files that lie
+    """Every configuration's drafter fits its target on its engine release, validated on the host by the files that lie
     there; layer ids that a release must read stand in an overlay beside the checkpoint, which stays as it is."""
     if not order.pairs:
         host.noop("no configuration has a drafter")

@@ -102,7 +102,7 @@ def running(files: Sequence[File], takeovers: Iterable[str] = ()) -> Commands:
     """The edge serves what is on disk: started, at every boot too, and reloaded without a dropped stream.
 
     Where an engine still holds its address, it starts with that engine's next start.
-    files: what it reads, which a deploy has written by then. takeovers: lines for the operator, told until it runs.
+    files: what it reads, which a deploy has written by then. takeovers: lines for the operator, reported until it runs.
     """
     unit = layout.EDGE_UNIT
     state = host.get_fact(UnitProperties, units=[unit]).get(unit, {})

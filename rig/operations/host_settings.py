@@ -103,7 +103,7 @@ def driver(step: DriverStep, packages: Sequence[str], keyring: Sequence[str]) ->
 
 @operation()
 def taken_over(files: Sequence[HostFile]) -> Commands:
-    """The system runs on what the files say, or has it staged for its next boot: judged by its state."""
+    """The system runs on what the files say, or has it staged for its next boot: by its state, no record."""
     tests = "; ".join(f"if {one.stale}; then echo {shlex.quote(one.path)}; fi" for one in files if one.stale)
     stale = host.get_fact(Lines, script=tests) if tests else []
     due = [one for one in files if one.path in stale]

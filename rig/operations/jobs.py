@@ -1,4 +1,4 @@
-"""Long jobs as transient systemd units on the host: started once, followed with progress, judged by their product.
+"""Long jobs as transient systemd units on the host: started once, followed with progress, validated by their product.
 
 A job survives a lost connection; the next deploy finds it at work and follows it (pyinfra knows no such thing: an
 operation's time limit leaves its command running, and a retry starts a second one).

@@ -350,7 +350,7 @@ def _refuse_own_places(paths: Mapping[str, str]) -> None:
         for ours in (layout.STATE, layout.ETC, layout.HOSTKIT, layout.CACHE, layout.LOGS, layout.RUNTIME):
             if f"{path}/".startswith(f"{ours}/"):
                 raise CatalogError(
-                    f"{what} is {path}: {ours} is kimi-rig's own and goes with it; name another directory"
+                    f"{what} is {path}: {ours} is kimi-rig's own, and an uninstall deletes it; name another directory"
                 )
 
 

@@ -40,7 +40,7 @@ def clients(plan: HostPlan, name: str, server: Server) -> str:
     guarded = plan.edge.keys if places and plan.edge else plan.data.api_key_file
     key = "an API key is needed" if guarded else "no API key is asked for"
     model = served_model_name(entry, plan.locations(entry))
-    served = ", ".join(server.models) or "not told"
+    served = ", ".join(server.models) or "not known"
     return (
         f"for clients of {server.address}, {layout.unit_name(name)} means: "
         f"address {address}; {key}; model {model} (now: {served})"

@@ -18,7 +18,7 @@ PROMPT = "prompt"
 
 
 class SecretError(RigctlError):
-    """A secret cannot be had. The message says which and what to do."""
+    """A secret cannot be read. The message says which and what to do."""
 
 
 def read_secret(source: str, what: str) -> bytes:

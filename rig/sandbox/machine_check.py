@@ -65,7 +65,7 @@ def existing(path: Path) -> Path:
 
 
 def main() -> int:
-    """Judge this computer."""
+    """Check this computer."""
     meminfo = Path("/proc/meminfo")
     boxes = Path(os.environ.get("KIMI_RIG_SANDBOX_DIR") or Path(__file__).parents[2] / ".sandbox").absolute()
     built = (boxes / "sandbox" / "built.json").exists()

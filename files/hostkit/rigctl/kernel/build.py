@@ -1,4 +1,4 @@
-"""Building one wheel: a private copy of the source, CMake told what is wanted, ninja followed, the wheel proved.
+"""Building one wheel: a private copy of the source, CMake configured, ninja followed, the wheel proved.
 
 A build that was killed goes on where it ended: its directory is named by the digest of its inputs, ninja keeps what is
 whole, and ccache what any build has compiled. All of it is done as the builder (steps.py).

@@ -145,7 +145,7 @@ def examine(job: KernelJob) -> Toolchain:
 
 
 def unfit(nvcc: str, gcc: str, gcc_newest: int | None, torch_cuda: str | None, minimum: str) -> str | None:
-    """Why these do not go together; None when they do. Pure. Versions as told by the programs."""
+    """Why these do not go together; None when they do. Pure. Versions as the programs report them."""
     if _numbers(nvcc) < _numbers(minimum):
         return f"nvcc {nvcc} is older than {minimum}, too old for this GPU; name a newer toolchain"
     if gcc_newest is not None and _numbers(gcc)[0] > gcc_newest:
