@@ -67,7 +67,7 @@ def _picture(prefix: str, height: float, draw: Callable[[Axes], None]) -> str:
             "the report needs matplotlib: .venv/bin/python -m pip install --require-hashes -r requirements/bench.txt"
         ) from None
     with pyplot.rc_context(_STYLE):
-        figure, axes = pyplot.subplots(figsize=(6, height))
+        figure, axes = pyplot.subplots(figsize=(6, height), layout="constrained")
         draw(axes)
         return _svg(pyplot, figure, prefix)
 
@@ -84,8 +84,8 @@ def throughput(study: Study, scene: Scene, prefix: str) -> str:
                 axes.errorbar([c for c, _ in line], [one.median for one in totals], **look)
             if (at := crossing(study, scene, name)) is not None:
                 axes.axvline(at, color=LINES[number % len(LINES)], linestyle=":", linewidth=1.5)
-                place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "va": "bottom", "ha": "right"}
-                axes.text(at, 0.03, f"crossover {at:.1f}", **place)
+                place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "va": "top", "ha": "right"}
+                axes.text(at, 0.97, f"crossover {at:.1f}", **place)
         _axes(axes, "output tokens a second, all streams", study.concurrencies(scene))
 
     return _picture(f"{prefix}-throughput", HEIGHT, draw)
@@ -169,7 +169,7 @@ def _axes(axes: Axes, y: str, ticks: Sequence[int]) -> None:
 def _svg(pyplot: Any, figure: Any, prefix: str) -> str:
     """The drawing, without its XML head, with ids of its own and the page's colours."""
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     pyplot.close(figure)
     text = buffer.getvalue()
     for pattern, replacement in (
