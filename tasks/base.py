@@ -8,7 +8,7 @@ from rig.artifacts.rollback_states import state_of
 from rig.operations import receipt, rollback_states
 from rig.operations.base_paths import SYSUSERS, base_paths
 from rig.operations.deploy_lock import deploy_lock
-from rig.operations.edge import engine_key, installed
+from rig.operations.edge import engine_key
 from rig.operations.files import present, secret
 from rig.operations.system import packages, system_users
 from rig.plan.current import current_plan, operator_secret
@@ -29,7 +29,7 @@ def base(plan: HostPlan) -> None:
     rollback_states.wanted(name="Respect a rollback", record=state, roll_forward=again)
     packages(name="Install packages", names=plan.packages)
     if plan.edge is not None:
-        installed(name="Install HAProxy", packages=plan.edge.packages)
+        packages(name="Install HAProxy", names=plan.edge.packages, masked="haproxy")
     present(name="Make directories", entries=base_paths(plan))
     users = [plan.data.service_user, layout.BUILDER]
     system_users(name=f"Create users {' and '.join(users)}", users=users, declaration=SYSUSERS)

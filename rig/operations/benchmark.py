@@ -55,6 +55,7 @@ def generator(ml_env: str, python: str, cache: str, wheels: str | None = None) -
             unit=f"kimi-job-env-aiperf-{PurePosixPath(path).name}",
             argv=[layout.RIGCTL, "environment", "build", json.dumps(order.document())],
             proof=proof,
+            writes=[ml_env],
             properties=["EnvironmentFile=-/etc/environment"],
         )
     )
@@ -116,6 +117,9 @@ def measured(sweep: HostSweep, models: Sequence[str], keep: Callable[[CellResult
             unit=f"kimi-bench-{order.id}",
             argv=[layout.RIGCTL, "bench", "run", path],
             proof=" && ".join(f"[ -e {shlex.quote(f'{sweep.directory}/{cell_file(*one)}')} ]" for one in order.pairs),
+            writes=[str(PurePosixPath(sweep.directory).parent)],
+            network="loopback",
+            watches=True,
             limit_seconds=LIMIT_SECONDS,
         )
     )

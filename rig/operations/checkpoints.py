@@ -73,6 +73,8 @@ def checkpoint(checkpoint_name: str, entry: Checkpoint, path: str, hub_token: bo
             argv=[layout.RIGCTL, "checkpoints", "stage", name, "--spec", specification_path(name)],
             # A job that refuses may leave an older content whole; of a unit that ended well systemd says success.
             proof=f"[ $(systemctl show -P Result {unit}) = success ] && {verify} >/dev/null",
+            writes=None,
+            network="any",
             limit_seconds=LIMIT_SECONDS,
             properties=["EnvironmentFile=-/etc/environment", *token],
         )

@@ -8,14 +8,12 @@ from pyinfra.api import operation
 
 from rig.artifacts.edge import ACME, CERTIFICATE, CONFIGURATION, ENGINE, KEYS, RENEWAL, RENEWAL_TIMER, places
 from rig.facts.servers import Server, Servers
-from rig.facts.state import InstalledPackages, Lines, PathStates, UnitProperties
-from rig.operations import apt
-from rig.operations.common import Commands, changes, notice, refuse, remember, remember_packages, script
+from rig.facts.state import Lines, PathStates, UnitProperties
+from rig.operations.common import Commands, changes, notice, refuse, remember, script
 from rig.operations.files import File, difference
 from rig.plan.edge import meet
 from rigctl.contract import layout
 
-STOCK_SERVICE = f"{layout.UNITS}/haproxy.service"
 CHANGED = """
 import os, subprocess, sys, time
 shown = ["systemctl", "show", "-P", "StateChangeTimestampMonotonic", sys.argv[1]]
@@ -26,24 +24,6 @@ for path in sys.argv[2:]:
         print(path)
 """
 """Python that prints which of some files have changed since a unit was started or has reloaded."""
-
-
-@operation()
-def installed(packages: Sequence[str]) -> Commands:
-    """HAProxy is installed. The service that its package brings stays off, where it was not there before."""
-    there = host.get_fact(InstalledPackages, packages=list(packages))
-    missing = sorted(set(packages).difference(there))
-    details = [f"packages to install: {', '.join(missing)}"] if missing else []
-    if not changes(details, f"{', '.join(packages)} is installed"):
-        return
-    mask = f"{remember('link', STOCK_SERVICE)}; ln -s /dev/null {STOCK_SERVICE}; systemctl daemon-reload"
-    mask = f"[ -e {STOCK_SERVICE} ] || [ -L {STOCK_SERVICE} ] || {{ {mask}; }}"
-    yield from apt.work(
-        *([mask] if "haproxy" in missing else []),
-        f"{apt.APT} update >/dev/null",
-        remember_packages(missing),
-        f"{apt.INSTALL} {shlex.join(missing)} >/dev/null 8>&-",
-    )
 
 
 @operation()

@@ -44,6 +44,7 @@ def environment(env: Environment, cache: str, wheels: str | None = None) -> Comm
                 unit=f"kimi-job-env-{env.name}-{PurePosixPath(env.path).name}",
                 argv=[layout.RIGCTL, "environment", "build", json.dumps(order.document())],
                 proof=proof,
+                writes=[str(PurePosixPath(base).parent)],
                 properties=["EnvironmentFile=-/etc/environment"],
             )
         )

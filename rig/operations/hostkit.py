@@ -104,6 +104,8 @@ def installed(plan: HostPlan) -> Commands:
                 unit=unit,
                 argv=["sh", f"{path}/install.sh", path],
                 proof=proof,
+                writes=[layout.HOSTKIT],
+                network="any",
                 limit_seconds=1200,
                 environment={"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": wheels} if wheels else {},
                 # pip's settings (indexes, wheel directories, CA bundle) are the machine's own.

@@ -72,6 +72,9 @@ def kernel(release: str, wanted: Kernel, path: str, digest: str, trees: Sequence
             unit=f"kimi-job-kernel-{release}-{digest[:8]}",
             argv=[layout.RIGCTL, "kernel", "ensure", release],
             proof=f"{layout.RIGCTL} kernel status {shlex.quote(release)} >/dev/null",
+            writes=None,
+            network="any",
+            watches=True,
             limit_seconds=LIMIT_SECONDS,
             properties=["EnvironmentFile=-/etc/environment", *limits, *share],
         )

@@ -9,7 +9,7 @@ from pyinfra.api import operation
 
 from rig.facts.servers import Servers
 from rig.facts.state import InstalledPackages, Lines, PathStates, Services, UnitProperties
-from rig.operations import apt
+from rig.operations import apt, jobs
 from rig.operations.common import Commands, changes, note, notice, pending, refuse, remember, remember_packages, script
 from rig.operations.files import File, difference
 from rig.plan.host_plan import HostPlan
@@ -18,14 +18,24 @@ from rigctl.contract import layout
 
 
 @operation()
-def packages(names: Sequence[str]) -> Commands:
-    """Install missing Debian packages. The index is refreshed only then, so a later deploy reports no change."""
+def packages(names: Sequence[str], masked: str | None = None) -> Commands:
+    """Install missing Debian packages. The index is refreshed only then, so a later deploy reports no change.
+
+    masked: one of them whose own service stays off, unless the package was there before.
+    """
     installed = host.get_fact(InstalledPackages, packages=list(names))
     missing = sorted(set(names).difference(installed))
     details = [f"packages to install: {', '.join(missing)}"] if missing else []
     if not changes(details, f"{len(names)} packages are installed"):
         return
+    service = f"{layout.UNITS}/{masked}.service"
+    mask = f"{remember('link', service)}; ln -s /dev/null {service}; systemctl daemon-reload"
     yield from apt.work(
+        *(
+            [f"[ -e {service} ] || [ -L {service} ] || {{ {mask}; }}"]
+            if masked and masked.removesuffix(".service") in missing
+            else []
+        ),
         f"{apt.APT} update >/dev/null",
         remember_packages(missing),
         f"{apt.INSTALL} {shlex.join(missing)} >/dev/null 8>&-",
@@ -157,12 +167,15 @@ def running_current(digests: Mapping[str, Collection[str]], restart: str) -> Com
         when = "once it is idle" if restart == "when-idle" else "now"
         note(f"{layout.unit_name(name)} is restarted {when}: what it was started with has changed")
     if restart == "when-idle":
-        run = "systemd-run --quiet --collect"
-        yield script(
-            *(f"{run} --unit=kimi-restart-{name} {layout.RIGCTL} restart {name} --when-idle" for name in stale)
-        )
+        yield script(*(shlex.join(restarted_when_idle(name)) for name in stale))
         return
     yield script(f"systemctl restart --no-block {' '.join(layout.unit_name(name) for name in stale)}")
+
+
+def restarted_when_idle(name: str) -> list[str]:
+    """The command that leaves a unit behind which restarts a configuration once no request runs."""
+    options = jobs.confined(f"kimi-restart-{name}", [], "loopback", watches=True)
+    return ["systemd-run", "--collect", *options, "--", layout.RIGCTL, "restart", name, "--when-idle"]
 
 
 @operation()

@@ -34,6 +34,12 @@ def _certificates() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _without_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No systemd is asked: tests/breaker and tests/sandbox do."""
+    monkeypatch.setattr("rigctl.builder._confined", False)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The files of the hub; tests never change them."""

@@ -66,8 +66,7 @@ EXCEPT = {
     "services/doctor.py": "a table of the distribution's programs",
 }
 PENDING = {
-    "checkpoints/sources.py": "rsync and ssh with root's own keys: programs of the distribution",
-    "checkpoints/children.py": "the hub's client, rsync, and the generator of rigctl itself",
+    "checkpoints/children.py": "commands of the builder, and the generator of rigctl itself",
     "bench/load.py": "the load generator",
 }
 

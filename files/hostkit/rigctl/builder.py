@@ -162,7 +162,7 @@ def sandboxed(  # noqa: PLR0913  # what a command may do differs from one to the
             content = {"TMPDIR": home, **content, "HOME": home, "PATH": os.environ["PATH"], WITHOUT: "1"}
             yield ["env", "-i", *(f"{key}={value}" for key, value in content.items()), *map(str, argv)]
         return
-    name = f"kimi-job-builder-{re.sub(r'[^A-Za-z0-9._-]', '-', unit)}.service"
+    name = _unit_name(unit)
     homes = [path for each in (*reads, *writes) if (path := str(each.resolve())).startswith(FOREIGN_HOMES)]
     wanted = [
         *SANDBOX,
@@ -185,6 +185,17 @@ def sandboxed(  # noqa: PLR0913  # what a command may do differs from one to the
             yield [*command, *options, "--", *(str(word).replace("$", "$$") for word in argv)]
         finally:
             _end(name)
+
+
+def _unit_name(unit: str) -> str:
+    return f"kimi-job-builder-{re.sub(r'[^A-Za-z0-9._-]', '-', unit)}.service"
+
+
+def lent(unit: str, name: str, path: str | Path) -> tuple[str, list[str]]:
+    """A file that root alone can read, for a command of `sandboxed` with this unit: where it lies, and properties."""
+    if not _confined:
+        return str(path), []
+    return f"/run/credentials/{_unit_name(unit)}/{name}", [f"LoadCredential={name}:{path}"]
 
 
 def own_unit(groups: Path = Path("/proc/self/cgroup")) -> str | None:

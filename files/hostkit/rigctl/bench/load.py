@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from typing import Annotated, Any, Self, TypeVar
 import psutil
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from rigctl import builder
 from rigctl.contract.order import words
 from rigctl.contract.sweep import Distribution, Round, Workload
 from rigctl.supervisor.engine_client import Engine
@@ -171,45 +171,41 @@ class Generator:
         Raises LoadFailed; StrangerAnswers; OSError when the directory cannot be written.
         """
         _lay_out(directory, prompts)
-        key = engine.key
-        config = configuration(workload, engine.specification, directory, key=key is not None, seconds=self.seconds)
+        config = configuration(workload, engine.specification, directory, key=bool(engine.key), seconds=self.seconds)
         (directory / "aiperf.json").write_text(json.dumps(config), encoding="utf-8")
-        environment = {**os.environ, "HOME": str(directory), "XDG_CACHE_HOME": str(directory), "NO_PROXY": "*"}
-        if key:
-            environment[KEY_VARIABLE] = key
-        # aiperf leaves directories there; in ours the paths of its sockets would be too long.
-        with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-            command = [self.program, "profile", "--config", str(directory / "aiperf.json")]
-            result = _beside(engine, command, directory, {**environment, "TMPDIR": scratch})
+        out = builder.handed_over(directory / "out")
+        variables = {"HOME": str(out), "XDG_CACHE_HOME": str(out), "NO_PROXY": "*"}
+        with builder.sandboxed(
+            [self.program, "profile", "--config", directory / "aiperf.json"],
+            unit="aiperf",
+            writes=[out],
+            network="loopback",
+            environment={**variables, KEY_VARIABLE: engine.key} if engine.key else variables,
+            properties=["KillSignal=SIGKILL"],
+        ) as command:
+            code, lines = _beside(engine, command)
+        builder.publish(out)
         try:
-            return parse(directory / "out", workload.requests)
+            return parse(out, workload.requests)
         except OSError as error:
-            last = [line.strip(" │╭╮╰╯─") for line in result.stdout.splitlines() if "ERROR" in line or "Reason" in line]
+            last = [line.strip(" │╭╮╰╯─") for line in lines if "ERROR" in line or "Reason" in line] or lines
             said = "; ".join(line[:200] for line in last[-LAST_LINES:]) or repr(error)
-            raise LoadFailed(f"aiperf ended with exit code {result.returncode}: {said}") from None
+            raise LoadFailed(f"aiperf ended with exit code {code}: {said}") from None
 
 
-def _beside(
-    engine: Engine, command: list[str], directory: Path, environment: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
-    """Run the load generator. It connects by itself, so with a key it ends as soon as the engine does: whoever takes
-    the port then gets no request. Raises StrangerAnswers, requests.ConnectionError where the engine is not there."""
+def _beside(engine: Engine, command: list[str]) -> tuple[int, list[str]]:
+    """Run the load generator; its exit code and lines. It connects by itself, so with a key it ends as soon as the
+    engine does: whoever takes the port then gets no request. Raises StrangerAnswers, requests.ConnectionError where
+    the engine is not there."""
     listener = engine.prove() if engine.key else os.getpid()
     with subprocess.Popen(
-        command,
-        cwd=directory,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     ) as process:
         try:
             while psutil.pid_exists(listener):
                 with suppress(subprocess.TimeoutExpired):
                     said, _ = process.communicate(timeout=LOOK_SECONDS)
-                    return subprocess.CompletedProcess(command, process.returncode, said)
+                    return process.returncode, said.decode(errors="replace").splitlines()
             raise LoadFailed("the engine ended during the round")
         finally:
             with suppress(ProcessLookupError):

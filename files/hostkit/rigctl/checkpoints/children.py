@@ -1,62 +1,59 @@
-"""Child processes that fetch or make files: their growth is counted, a stopped job ends them."""
+"""Child processes that send or make files; a stopped job ends them."""
 
 import os
+import select
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import Event
+from typing import IO
 
-from rigctl.checkpoints.progress import Progress
+from rigctl.checkpoints.sink import BLOCK, Sink
 from rigctl.checkpoints.verify import Cancelled
 
+BEGINNING = 120.0  # seconds more until the first byte: a login on a busy host, the start of a program
 
-def follow(  # noqa: PLR0913 what a watched child needs
-    command: Sequence[str],
-    size: Callable[[], int],
-    progress: Progress,
-    stop: Event,
-    *,
-    given: bytes = b"",
-    stall: float | None = None,
-    variables: dict[str, str] | None = None,
-) -> tuple[int, list[str], int]:
-    """(exit code, lines of its errors, bytes it added). Raises Cancelled when the job is stopped.
 
-    size: bytes that it has written so far. given: its input. stall: seconds without a byte after which it is ended.
+def run(
+    command: Sequence[str], stop: Event, sink: Sink | None = None, *, given: bytes = b"", stall: float = 24 * 3600
+) -> tuple[int, str]:
+    """(exit code, last line of its errors); what it writes to its output is added to the sink.
+
+    given: its input. stall: seconds without a byte after which it is ended. Raises Cancelled when the job is stopped,
+    and what `Sink.write` raises.
     """
-    before = counted = size()
-    moved = time.monotonic()
     with tempfile.TemporaryFile() as errors, os.fdopen(os.memfd_create("input"), "w+b") as words:
         words.write(given)
         words.seek(0)
-        child = subprocess.Popen(
-            command,
-            stdin=words,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            env={**os.environ, **(variables or {})},
-            start_new_session=True,
-        )
-        stalled = False
-        try:
-            while child.poll() is None and not stalled:
-                stopped = stop.wait(0.2)
-                grown = size()
-                if grown > counted:
-                    moved = time.monotonic()
-                progress.advance(grown - counted)
-                counted = grown
-                if stopped:
-                    raise Cancelled
-                stalled = stall is not None and time.monotonic() - moved > stall
-            progress.advance(size() - counted)
-        finally:
-            if child.poll() is None:
-                child.kill() if stalled else child.terminate()
-            child.wait()
+        with subprocess.Popen(
+            command, stdin=words, stdout=subprocess.PIPE, stderr=errors, bufsize=0, start_new_session=True
+        ) as child:
+            try:
+                stalled = child.stdout is not None and not _taken(child.stdout, stop, sink, stall)
+            except BaseException:
+                child.kill()
+                raise
+            if stalled:
+                child.kill()
         errors.seek(0)
         lines = errors.read().decode(errors="replace").strip().splitlines()
     if stalled:
         lines = [f"no byte for {stall:.0f} s"]
-    return child.returncode, lines or [f"exit code {child.returncode}"], size() - before
+    return child.returncode, lines[-1] if lines else f"exit code {child.returncode}"
+
+
+def _taken(output: IO[bytes], stop: Event, sink: Sink | None, stall: float) -> bool:
+    """Whether the output came to its end, not to a halt."""
+    moved = time.monotonic() + BEGINNING
+    while time.monotonic() - moved < stall:
+        if stop.is_set():
+            raise Cancelled
+        if select.select([output], [], [], 0.2)[0]:
+            block = output.read(sink.limiter.block() if sink else BLOCK)
+            if not block:
+                return True
+            if sink:
+                sink.write(block)
+            moved = time.monotonic()
+    return False

@@ -150,24 +150,22 @@ class Origin:
             raise Cancelled
 
 
-class HttpFetcher(Origin):
-    """Fetches files over HTTP; one session a worker thread."""
+class Fetcher(Origin):
+    """Fetches files one by one, and resumes inside them."""
 
-    def __init__(self, order: CheckpointJob, progress: Progress, stop: threading.Event) -> None:
-        super().__init__(order, progress, stop)
-        self._local = threading.local()
-
-    def locate(self, entry: File, group: int) -> Location:
-        """Where a file is now. group: 0, and one more whenever another address shall be tried."""
+    def attempt(self, entry: File, group: int, sink: Sink) -> None:
+        """Go on where `sink` is. group: 0, and one more whenever another address shall be tried. Raises Transient."""
         raise NotImplementedError
 
     def fetch(self, entry: File, sink: Sink) -> None:
-        """Fill `sink` from where it is. Raises Refused, GaveUp, SourceWrong, DiskFull, Cancelled."""
+        """Fill `sink`. Raises Refused, GaveUp, SourceWrong, DiskFull, Cancelled."""
         failures = group = 0
         while sink.offset < entry.size:
             before = sink.offset
             try:
-                self._stream(self.locate(entry, group), entry, sink)
+                self.attempt(entry, group, sink)
+                if sink.offset < entry.size:
+                    raise Transient(f"the line ended at byte {sink.offset} of {entry.size}")
             except Transient as error:
                 failures = 1 if sink.offset > before else failures + 1
                 if failures > self.order.retries:
@@ -177,6 +175,21 @@ class HttpFetcher(Origin):
                     ) from error
                 group = failures // SWITCH_AFTER
                 self.pause(entry.path, failures, error, error.wait)
+
+
+class HttpFetcher(Fetcher):
+    """Fetches files over HTTP; one session a worker thread."""
+
+    def __init__(self, order: CheckpointJob, progress: Progress, stop: threading.Event) -> None:
+        super().__init__(order, progress, stop)
+        self._local = threading.local()
+
+    def locate(self, entry: File, group: int) -> Location:
+        """Where a file is now. group: as for `attempt`."""
+        raise NotImplementedError
+
+    def attempt(self, entry: File, group: int, sink: Sink) -> None:
+        self._stream(self.locate(entry, group), entry, sink)
 
     def session(self) -> requests.Session:
         if not hasattr(self._local, "session"):
@@ -232,8 +245,6 @@ class HttpFetcher(Origin):
                     sink.write(block)
             except (urllib3.exceptions.HTTPError, requests.RequestException, ConnectionError, TimeoutError) as error:
                 raise Transient(f"the line broke at byte {sink.offset}: {_short(error)}") from error
-        if sink.offset < entry.size:
-            raise Transient(f"the line ended at byte {sink.offset} of {entry.size}")
 
     def _accept(
         self, response: requests.Response, location: Location, entry: File, sink: Sink, known: str | None

@@ -1,18 +1,20 @@
 """A hub repository at a pinned commit: listing and addresses by huggingface_hub, bodies by our own fetcher.
 
-The hub's chunked transfer (hf_xet) runs in a process of its own, since it cannot resume inside a file
-(xet-core#358) and has been seen to hang (xet-core#883): when it stalls or fails, http takes over.
+The hub's chunked transfer (hf_xet) is a process of its own, the builder's: it has been seen to hang (xet-core#883).
+When it stalls or fails, http takes over where it ended.
 """
 
 import json
 import os
+from contextlib import suppress
 from contextvars import ContextVar
 from importlib import import_module
 from importlib.util import find_spec
 from threading import Event
 from typing import Any
 
-from rigctl.checkpoints.children import follow
+from rigctl import builder
+from rigctl.checkpoints import children
 from rigctl.checkpoints.http import (
     CONNECT_TIMEOUT,
     HttpFetcher,
@@ -27,10 +29,10 @@ from rigctl.checkpoints.http import (
     secure,
     server_of,
 )
-from rigctl.checkpoints.paths import allocated, remove_tree, walk
 from rigctl.checkpoints.progress import Progress
 from rigctl.checkpoints.sink import Sink, SourceWrong
 from rigctl.contract.checkpoint_job import CheckpointJob
+from rigctl.contract.foreign import one_line
 from rigctl.contract.manifest import File, Manifest
 from rigctl.contract.sources import HubSource
 from rigctl.errors import RigctlError
@@ -151,9 +153,9 @@ class Hub(HttpFetcher):
             raise Transient(f"{origin}: {type(error).__name__}: {str(error)[:160]}") from error
 
     def fetch(self, entry: File, sink: Sink) -> None:
-        """Fill the sink, by xet where that is wanted and nothing is there yet, else by http."""
-        if self._xet_wanted(entry, sink):
-            self._by_xet(entry, sink)
+        """Fill the sink, by xet where that is wanted, the rest by http."""
+        if sink.offset < entry.size and (data := self._xet_data(entry)) is not None:
+            self._by_xet(entry, sink, data)
         super().fetch(entry, sink)
 
     def locate(self, entry: File, group: int) -> Location:
@@ -188,48 +190,34 @@ class Hub(HttpFetcher):
             )
         return metadata, origin
 
-    def _xet_wanted(self, entry: File, sink: Sink) -> bool:
-        if self.source.transfer == "http" or self.order.bandwidth_limit or sink.offset:
-            return False
-        if entry.size < XET_FROM or self._xet_failures >= XET_ERRORS or find_spec("hf_xet") is None:
-            return False
-        try:
-            metadata, _ = self._metadata(entry, self._candidates[0])
-        except Transient:
-            return False
-        return metadata.xet_file_data is not None
+    def _xet_data(self, entry: File) -> Any:
+        """What the chunked transfer needs to know of a file; None where it is not used."""
+        if self.source.transfer == "http" or entry.size < XET_FROM or self._xet_failures >= XET_ERRORS:
+            return None
+        if find_spec("hf_xet") is None:
+            return None
+        with suppress(Transient):
+            return self._metadata(entry, self._candidates[0])[0].xet_file_data
+        return None
 
-    def _by_xet(self, entry: File, sink: Sink) -> None:
-        directory = sink.part.parent / f"{sink.part.name}.xet"
+    def _by_xet(self, entry: File, sink: Sink, data: Any) -> None:
         request = {
-            "repository": self.source.repository,
-            "revision": self.revision,
             "endpoint": self._candidates[0],
             "token": self._token_for(self._candidates[0]),
-            "path": entry.path,
-            "directory": str(directory),
+            "size": entry.size,
+            "offset": sink.offset,
+            "file_hash": data.file_hash,
+            "refresh_route": data.refresh_route,
         }
-        directory.mkdir(parents=True, exist_ok=True)
-        code, reason, grown = follow(
-            own_process("rigctl.checkpoints.xet"),
-            lambda: allocated(place for _, place in walk(directory)),
-            self.progress,
-            self.stop,
-            given=json.dumps(request).encode(),  # the token is in no file and no list of processes
-            stall=self.order.stall,
-            variables={"HF_HOME": str(directory / ".home"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
-        )
-        self.progress.advance(-grown)
-        fetched = directory / entry.path
-        if code == 0 and fetched.is_file() and fetched.stat().st_size == entry.size:
-            fetched.replace(sink.part)
-            sink.reload()
-        else:
+        child = own_process("rigctl.checkpoints.xet")
+        with builder.sandboxed(child, unit=f"xet-{sink.part.name}", network="any") as command:
+            # The token is in no file and no list of processes.
+            _, why = children.run(command, self.stop, sink, given=json.dumps(request).encode(), stall=self.order.stall)
+        if sink.offset < entry.size:
             self._xet_failures += 1
-            why = reason[-1][:200]
+            why = one_line(why, 200)
             why += ": was the token revoked?" if self._token and any(code in why for code in ("401", "403")) else ""
             self.progress.event(f"{entry.path}: chunked transfer failed ({why}); http takes over", retry=True)
-        remove_tree(directory)
 
 
 def _file(item: Any) -> dict[str, Any]:

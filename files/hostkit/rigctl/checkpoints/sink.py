@@ -105,12 +105,6 @@ class Sink:
     ) -> None:
         os.close(self._descriptor)
 
-    def reload(self) -> None:
-        """Take up what another program wrote to the part file."""
-        self._progress.advance(-self.offset)
-        os.close(self._descriptor)
-        self.__enter__()
-
     def write(self, data: bytes | memoryview) -> None:
         """Append; raises SourceWrong past the manifest's size, DiskFull, or Cancelled."""
         self._unless_stopped()

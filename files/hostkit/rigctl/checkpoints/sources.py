@@ -1,21 +1,20 @@
-"""Where checkpoints come from. A source lists its files, and either fills one sink or a whole directory."""
+"""Where checkpoints come from. A source lists its files and fills a sink with each; a generator makes a directory."""
 
 import json
 import os
 import shlex
 import subprocess
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
+from typing import Any
 from urllib.parse import quote
 
 import requests
 
-from rigctl.checkpoints import verify
-from rigctl.checkpoints.children import follow
+from rigctl import builder, ssh
+from rigctl.checkpoints import children, verify
 from rigctl.checkpoints.http import (
-    GaveUp,
+    Fetcher,
     HttpFetcher,
     Location,
     Origin,
@@ -27,18 +26,15 @@ from rigctl.checkpoints.http import (
     secret_text,
 )
 from rigctl.checkpoints.hub import Hub
-from rigctl.checkpoints.paths import allocated
 from rigctl.checkpoints.progress import Progress
-from rigctl.checkpoints.sink import DiskFull, Sink, SourceWrong
+from rigctl.checkpoints.sink import Sink, SourceWrong
 from rigctl.contract.checkpoint_job import CheckpointJob
+from rigctl.contract.foreign import one_line
 from rigctl.contract.manifest import File, Manifest
 from rigctl.contract.sources import GeneratorSource, HttpSource, HubSource, LocalSource, RsyncSource
 from rigctl.errors import RigctlError
 from rigctl.own_process import own_process
 from rigctl.reached import readable
-
-# rsync's exit codes that a better line cures: protocol stream, I/O on the socket, timeouts, ssh's own 255
-RSYNC_TRANSIENT = (10, 12, 30, 35, 255)
 
 
 class Http(HttpFetcher):
@@ -94,82 +90,54 @@ class Local(Origin):
             raise SourceWrong(f"{place} cannot be read: {error.strerror}") from error
 
 
-class Rsync(Origin):
-    """A directory of another host over SSH, by rsync (files resume inside)."""
+class Ssh(Fetcher):
+    """A directory of another host over SSH. The client is the builder's; root takes the bytes that it sends."""
 
     def __init__(self, source: RsyncSource, order: CheckpointJob, progress: Progress, stop: Event) -> None:
         super().__init__(order, progress, stop)
         self._source = source
-        # ssh asks no questions; the host key must be known
-        self._ssh = ["ssh", "-p", str(source.port), "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"]
-        self._ssh += ["-o", "ServerAliveInterval=15", "-o", "ConnectTimeout=20"]
-        if source.identity_file:
-            self._ssh += ["-i", source.identity_file, "-o", "IdentitiesOnly=yes"]
-        if source.known_hosts:
-            self._ssh += ["-o", f"UserKnownHostsFile={source.known_hosts}"]
 
-    def _remote(self, script: str, stdin: bytes = b"") -> list[str]:
-        """Run a shell script in the source's directory; the items of its output, which end with NUL."""
-        source = self._source
-        script = f"cd -- {shlex.quote(source.path)} && {script}"
-        command = [*self._ssh, f"{source.user}@{source.host}", script]
-        done = subprocess.run(command, input=stdin, capture_output=True, check=False)
+    def _remote(self, script: str, unit: str = "list") -> dict[str, Any]:
+        """What `builder.sandboxed` needs to run a shell script in the source's directory."""
+        source, name = self._source, f"ssh-{self.order.name}-{unit}"
+        words, files = ssh.client(name, source.port, source.identity_file, source.known_hosts)
+        argv = [*words, f"{source.user}@{source.host}", f"cd -- {shlex.quote(source.path)} && {script}"]
+        return {"argv": argv, "unit": name, "network": "any", "properties": files}
+
+    def _answer(self, script: str, stdin: bytes = b"") -> list[str]:
+        """The items of a script's output, which end with NUL."""
+        with builder.sandboxed(**self._remote(script)) as command:
+            done = subprocess.run(command, input=stdin, capture_output=True, check=False)
         if done.returncode:
             reason = done.stderr.decode(errors="replace").strip().splitlines()
             raise RigctlError(
-                f"{self.name} cannot be read: {reason[-1] if reason else done.returncode}; "
+                f"{self.name} cannot be read: {one_line(reason[-1]) if reason else done.returncode}; "
                 "check the path, the host key and the SSH key"
             )
         return [os.fsdecode(item) for item in done.stdout.split(b"\0") if item]
 
     def listing(self) -> Manifest:
         """Sizes by find, sha256 on all cores of the other host."""
-        listed = [item.partition(" ") for item in self._remote(r"find . -type f -printf '%s %P\0'")]
+        listed = [item.partition(" ") for item in self._answer(r"find . -type f -printf '%s %P\0'")]
         sizes = {name: int(size) for size, _, name in listed if self._source.selects(name)}
         if not sizes:
             raise RigctlError(f"{self.name} has no file that the patterns select")
         names = b"\0".join(os.fsencode(f"./{name}") for name in sizes)
-        hashed = self._remote('xargs -0 -n 1 -P "$(nproc)" sha256sum --zero --', names)
+        hashed = self._answer('xargs -0 -n 1 -P "$(nproc)" sha256sum --zero --', names)
         digests = [item.partition("  ./") for item in hashed]
         entries = [{"path": name, "size": sizes[name], "sha256": digest} for digest, _, name in digests]
         if len(entries) != len(sizes):
             raise RigctlError(f"{self.name}: {len(entries)} of {len(sizes)} files were hashed: it changes")
         return Manifest.listed(self.name, None, entries)
 
-    def fill(self, directory: Path, entries: Sequence[File]) -> None:
-        """Fetch the entries; a file that is begun is continued (--append), proof comes after."""
-        with tempfile.NamedTemporaryFile("w", prefix="rigctl-rsync-", encoding="utf-8") as names:
-            names.write("".join(f"{entry.path}\0" for entry in entries))
-            names.flush()
-            command = self._command(directory, names.name)
-            failures = 0
-            while True:
-                code, reason, grown = follow(
-                    command, lambda: allocated(directory / entry.path for entry in entries), self.progress, self.stop
-                )
-                if code == 0:
-                    return
-                self._unless_fatal(code, [text for text in reason if not text.startswith("rsync error")] or reason)
-                failures = 1 if grown > 0 else failures + 1
-                if failures > self.order.retries:
-                    raise GaveUp(f"{self.name}: gave up after {failures} attempts: {reason[-1]}; run it again")
-                self.pause("rsync", failures, reason[-1])
-
-    def _command(self, directory: Path, names: str) -> list[str]:
-        source, limit = self._source, self.order.bandwidth_limit
-        command = ["rsync", "--append", "--from0", f"--files-from={names}", "--no-implied-dirs", "--copy-links"]
-        command += [f"--timeout={max(1, int(self.order.stall))}", "--protect-args"]
-        command += [f"--bwlimit={max(1, limit // 1024)}"] if limit else []
-        host = f"[{source.host}]" if ":" in source.host else source.host
-        return [*command, "-e", shlex.join(self._ssh), f"{source.user}@{host}:{source.path}/", f"{directory}/"]
-
-    def _unless_fatal(self, code: int, reason: Sequence[str]) -> None:
-        last = reason[-1]
-        if "No space left" in last or "Disk quota exceeded" in last:
-            raise DiskFull(f"rsync: {last}")
-        refused = any(text in last for text in ("Permission denied", "Host key verification failed"))
-        if code not in RSYNC_TRANSIENT or refused:
-            raise SourceWrong(f"{self.name}: rsync ended with {code}: {last}")
+    def attempt(self, entry: File, group: int, sink: Sink) -> None:
+        script = f"exec tail -c +{sink.offset + 1} -- {shlex.quote(f'./{entry.path}')}"
+        with builder.sandboxed(**self._remote(script, sink.part.name)) as command:
+            code, why = children.run(command, self.stop, sink, stall=self.order.stall)
+        if code and not any(text in why for text in ssh.REFUSALS) and code in ssh.TRANSIENT:
+            raise Transient(f"{self.name}: {one_line(why)}")
+        if code:
+            raise SourceWrong(f"{self.name}: {entry.path}: {one_line(why)}")
 
 
 class Generator(Origin):
@@ -179,20 +147,19 @@ class Generator(Origin):
         """Only known after the files are made."""
         return None
 
-    def fill(self, directory: Path, entries: Sequence[File]) -> None:
+    def fill(self, directory: Path) -> None:
+        """Leave all files below a directory."""
         command = own_process("rigctl", "tiny-model", self.name.partition(":")[2], str(directory))
-        code, reason, _ = follow(command, lambda: 0, self.progress, self.stop)
+        code, reason = children.run(command, self.stop)
         if code:
-            raise SourceWrong(f"{self.name} ended with {code}: {reason[-1]}")
+            raise SourceWrong(f"{self.name} ended with {code}: {reason}")
 
 
-FileSource = Hub | Http | Local
+FileSource = Hub | Http | Ssh | Local
 """Files one by one; `fetch` continues at the sink's offset."""
-TreeSource = Rsync | Generator
-"""All files in one go: `fill` leaves them (or what it got) below a directory, to be proved afterwards."""
 
 
-def open_source(order: CheckpointJob, progress: Progress, stop: Event) -> FileSource | TreeSource:
+def open_source(order: CheckpointJob, progress: Progress, stop: Event) -> FileSource | Generator:
     """The source that an order names. Raises RigctlError for one that is fetched from nowhere."""
     match order.source:
         case HubSource() as source:
@@ -202,7 +169,7 @@ def open_source(order: CheckpointJob, progress: Progress, stop: Event) -> FileSo
         case LocalSource() as source:
             return Local(source, order, progress, stop)
         case RsyncSource() as source:
-            return Rsync(source, order, progress, stop)
+            return Ssh(source, order, progress, stop)
         case GeneratorSource():
             return Generator(order, progress, stop)
     raise RigctlError(f"{order.name} is taken as it lies: put its files into {order.destination}")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from rigctl.checkpoints import structure, verify
 from rigctl.checkpoints.http import GaveUp, HttpFetcher, Refused, UnansweredError
-from rigctl.checkpoints.paths import make_parents, remove_tree
+from rigctl.checkpoints.paths import remove_tree
 from rigctl.checkpoints.progress import Progress, human_bytes, human_seconds
 from rigctl.checkpoints.record import Record, State, extra_beside, fault, quick_report
 from rigctl.checkpoints.sink import DiskFull, Limiter, Sink, SourceWrong, disk_error
-from rigctl.checkpoints.sources import FileSource, TreeSource, open_source
+from rigctl.checkpoints.sources import FileSource, Generator, open_source
 from rigctl.checkpoints.verify import Cancelled, FileHasher, Report, Seen
 from rigctl.checkpoints.workplace import Workplace, locked, settle
 from rigctl.contract.checkpoint_job import CheckpointJob
@@ -97,7 +97,7 @@ class Job:
         self._read = partial(progress.advance, fetched=False)
 
     @cached_property
-    def source(self) -> FileSource | TreeSource:
+    def source(self) -> FileSource | Generator:
         return open_source(self.order, self.progress, self.stop)
 
     # -- staging -------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Job:
             )
         return manifest.wanted(self.order.source, self.order.digests)
 
-    def manifest(self, source: FileSource | TreeSource | None = None) -> Manifest | None:
+    def manifest(self, source: FileSource | Generator | None = None) -> Manifest | None:
         """The pinned manifest, or what the source lists; None where only the finished files tell."""
         if (pinned := self._pinned()) is not None:
             self._digests_from = "manifest"
@@ -396,13 +396,11 @@ class Job:
         if manifest is not None:
             self.progress.total, self.progress.files_total = manifest.total, len(manifest.files)
         source = self.source
+        if isinstance(source, Generator):
+            return self._generate(source, manifest)
         if manifest is None:
-            if isinstance(source, FileSource):
-                raise RigctlError(f"{self.destination}: its source has listed no files")
-            return self._generate(source)
-        if isinstance(source, FileSource):
-            return manifest, self._pool(manifest.files, source)
-        return manifest, self._fetch_tree(source, manifest.files)
+            raise RigctlError(f"{self.destination}: its source has listed no files")
+        return manifest, self._pool(manifest.files, source)
 
     def _pool(self, entries: Sequence[File], source: FileSource) -> dict[str, Seen]:
         """All entries by a pool of workers; smallest first, so that a refused token shows soon."""
@@ -465,66 +463,15 @@ class Job:
             "the source is damaged or not at this revision; nothing of this file is kept"
         )
 
-    def _fetch_tree(self, source: TreeSource, entries: Sequence[File]) -> dict[str, Seen]:
-        """Let the source fill a directory, prove each file, and once more what was wrong."""
-        seen: dict[str, Seen] = {}
-        incoming = self.workplace.root / "incoming"
-        incoming.mkdir(exist_ok=True)
-        left = self._take_proved(entries, seen)
-        for _ in range(2):
-            if left:
-                self._drop_too_long(incoming, left)
-                source.fill(incoming, left)
-                left = self._prove(incoming, left, seen)
-        if left:
-            raise WrongBytes(
-                f"{left[0].path} and {len(left) - 1} more: {source.name} sends other bytes than the "
-                "manifest says, twice; nothing of them is kept"
-            )
-        remove_tree(incoming)
-        return seen
-
-    def _take_proved(self, entries: Sequence[File], seen: dict[str, Seen]) -> list[File]:
-        for entry in entries:
-            if (done := self.workplace.proved(entry)) is not None:
-                seen[entry.path] = done
-                self.progress.advance(entry.size, fetched=False)
-                self.progress.files_done += 1
-        return [entry for entry in entries if entry.path not in seen]
-
-    def _drop_too_long(self, incoming: Path, entries: Sequence[File]) -> None:
-        for entry in entries:
-            place = make_parents(incoming, entry.path)
-            if place.is_symlink() or (place.exists() and place.stat().st_size > entry.size):
-                place.unlink()
-            elif place.exists():
-                self.progress.advance(place.stat().st_size, fetched=False)
-
-    def _prove(self, incoming: Path, entries: Sequence[File], seen: dict[str, Seen]) -> list[File]:
-        """Move right files into the tree, remove wrong ones; the entries that are still to be had."""
-        wrong = []
-        report = verify.full(incoming, selection(entries), stop=self.stop)
-        for entry in entries:
-            if entry.path in report.seen:
-                seen[entry.path] = self.workplace.accept(entry, incoming / entry.path)
-                self.progress.files_done += 1
-                continue
-            reason = report.damaged.get(entry.path, "the source did not send it")
-            self.progress.event(f"{entry.path}: {reason}; it is dropped and fetched again")
-            place = incoming / entry.path
-            if place.exists():
-                self.progress.advance(-place.stat().st_size)
-                place.unlink()
-            wrong.append(entry)
-        return wrong
-
-    def _generate(self, source: TreeSource) -> tuple[Manifest, dict[str, Seen]]:
+    def _generate(self, source: Generator, wanted: Manifest | None) -> tuple[Manifest, dict[str, Seen]]:
         """A source without a manifest: what it made is what it is."""
         remove_tree(self.workplace.tree)
-        source.fill(self.workplace.tree, ())
+        source.fill(self.workplace.tree)
         if not self.workplace.tree.is_dir():
             raise SourceWrong(f"{source.name} ended well, but made no directory")
         made, seen = verify.manifest_of(self.workplace.tree, source.name, revision=self.order.revision)
+        if apart := wanted and made.differing(wanted):
+            raise WrongBytes(f"{apart[0].path} and {len(apart) - 1} more: {source.name} makes other bytes by now")
         self.progress.total = self.progress.done = made.total
         self.progress.files_total = self.progress.files_done = len(made.files)
         return made, seen

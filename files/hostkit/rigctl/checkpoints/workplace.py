@@ -150,6 +150,10 @@ class Workplace:
             if manifest.by_path.get(path) is None:
                 place.unlink()
         wanted = {part_name(entry) for entry in manifest.files}
+        for entry in manifest.files:  # where versions before 0.4.0 had rsync put them
+            begun = inside(self.root / "incoming", entry.path)
+            if begun.is_file() and not begun.is_symlink() and not self.part(entry).exists():
+                begun.replace(self.part(entry))
         for path, place in list(walk(self.parts)):
             if place.is_symlink() or path.removesuffix(".validator") not in wanted:
                 place.unlink()

@@ -48,7 +48,7 @@ class HttpSource(Files):
 
 
 class RsyncSource(Files):
-    """A directory of another host, by rsync over SSH."""
+    """A directory of another host, over SSH."""
 
     kind: Literal["rsync"]
     host: Address
