@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from rigctl.contract.foreign import Gate, gated, one_line, printable
 from rigctl.guarded import Place
 from rigctl.services import status as host_status
 from rigctl.services import switching
-from rigctl.supervisor.engine_log import EngineLog, RunFile
+from rigctl.supervisor.engine_log import _LONGEST, EngineLog, RunFile
 from tests.unit.serving import Run
 
 TITLE, CLIPBOARD, UP = "\x1b]0;owned\x07", "\x1b]52;c;cm0gLXJm\x07", "\x1b[1A\x1b[2K"
@@ -104,6 +105,7 @@ def test_a_long_line_is_cut_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch)
 PROGRAMS = [path for room in ("rig", "tasks", "files/hostkit/rigctl") for path in sorted((ROOT / room).rglob("*.py"))]
 RAW = {
     "files/hostkit/rigctl/supervisor/engine_log.py": "an engine's lines to the journal, made printable there",
+    "files/hostkit/rigctl/checkpoints/xet.py": "bytes of a checkpoint, into a pipe to rigctl",
     "files/hostkit/rigctl/kernel/compile_job.py": "a compiler's words to the build, whose own output is gated",
 }
 """Files that write to a stream's bytes."""
@@ -224,14 +226,31 @@ def test_lines_of_an_engine(tmp_path: Path) -> None:
     assert journal.getvalue().splitlines()[1].startswith(b"<6><0>"), "no line chooses its priority"
 
 
+@pytest.mark.parametrize("before", range(_LONGEST - 12, _LONGEST + 2))
+def test_a_secret_in_a_line_without_end(tmp_path: Path, before: int) -> None:
+    """It may come in two reads, and a line that is too long is cut."""
+    journal = io.BytesIO()
+    log = EngineLog("vllm", [], ["s3cr3t-s3cr3t"], RunFile(Place(str(tmp_path)), 2, 1), journal)
+    reader, writer = os.pipe()
+    log.follow(reader)
+    for piece in (b"x" * before + b"s3cr3t-", b"s3cr3t" + b"y" * 10):
+        os.write(writer, piece)
+        time.sleep(0.02)
+    os.close(writer)
+    log.finish()
+    assert b"s3cr3t" not in journal.getvalue().replace(b"\n", b"") and b"y" * 10 in journal.getvalue()
+
+
 def test_the_cause_of_an_end_and_the_status_of_a_unit(tmp_path: Path) -> None:
     run = Run(tmp_path, {"load": [["log", f"RuntimeError: {HOSTILE.encode(errors='replace').decode()}"], ["exit", 3]]})
     assert run.end() == 78
     run.until("STOPPING=1")
     said = "".join(run.said)
-    assert "RuntimeError: " in said and "owned" in said
+    # Every user can read a unit's status, and an engine's error may quote a request.
+    assert "RuntimeError: (`rigctl status` as root says more)" in said and "owned" not in said
     assert_harmless(said)
-    assert_harmless(run.json("cause.json")["cause"])
+    assert_harmless(cause := run.json("cause.json")["cause"])
+    assert "owned" in cause
 
 
 def test_names_of_models_that_a_stranger_serves() -> None:

@@ -80,15 +80,22 @@ class EngineLog:
             for line in lines:
                 self._line(line)
             if len(rest) > _LONGEST:
-                self._line(rest + b"\n")
-                rest = b""
+                # What is left may begin with a secret that goes on in what comes.
+                rest = self._masked(rest)
+                cut = len(rest) - max(map(len, self._secrets), default=0)
+                self._line(rest[:cut] + b"\n")
+                rest = rest[cut:]
         if rest:
             self._line(rest + b"\n")
         os.close(descriptor)
 
-    def _line(self, raw: bytes) -> None:
+    def _masked(self, raw: bytes) -> bytes:
         for secret in self._secrets:
             raw = raw.replace(secret, b"***")
+        return raw
+
+    def _line(self, raw: bytes) -> None:
+        raw = self._masked(raw)
         text = printable(raw.decode(errors="replace").rstrip(), keep="\t")
         if not text:
             return

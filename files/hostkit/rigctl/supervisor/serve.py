@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -39,6 +40,10 @@ WARM_UP_POLL_SECONDS = 1.0
 TICK_SECONDS = 1.0
 SAY_SECONDS = 10.0  # between two signs of life to systemd
 EXTEND_SECONDS = 120
+ENGINES_WORDS = re.compile(r"((?:Error|Exception): |CUDA error|Subprocess ).*", re.DOTALL)
+"""From an error of the engine's on, as `EngineLog` finds it."""
+FOR_ALL = r"\1(`rigctl status` as root says more)"
+"""Instead of what an engine says of a request: every user can read a unit's status."""
 ALIVE = "WATCHDOG=1"  # wanted also while the unit stops: systemd counts on until the end (sd_notify(3))
 STATUS_LETTERS = 1000
 GIVE_UP = 78  # the unit's RestartPreventExitStatus=: another try would end the same
@@ -349,7 +354,7 @@ class Supervisor:
 
     def _notify(self, state: str, text: str) -> None:
         self._said = (time.monotonic(), text)
-        notify(f"{state}\nSTATUS={one_line(text, STATUS_LETTERS)}")
+        notify(f"{state}\nSTATUS={one_line(ENGINES_WORDS.sub(FOR_ALL, text), STATUS_LETTERS)}")
 
     def _end(self, *, polite: bool) -> None:
         """Drain, ask politely, then end every process that is left."""
