@@ -40,8 +40,8 @@ WARM_UP_POLL_SECONDS = 1.0
 TICK_SECONDS = 1.0
 SAY_SECONDS = 10.0  # between two signs of life to systemd
 EXTEND_SECONDS = 120
-ENGINES_WORDS = re.compile(r"((?:Error|Exception): |CUDA error|Subprocess ).*", re.DOTALL)
-"""From an error of the engine's on, as `EngineLog` finds it."""
+ENGINES_WORDS = re.compile(r"(the engine ended by itself.*?\): (?:[\w.]*(?:Error|Exception): )?).*", re.DOTALL)
+"""What an engine said at its end, behind the kind of its error."""
 FOR_ALL = r"\1(`rigctl status` as root says more)"
 """Instead of what an engine says of a request: every user can read a unit's status."""
 ALIVE = "WATCHDOG=1"  # wanted also while the unit stops: systemd counts on until the end (sd_notify(3))
