@@ -141,6 +141,32 @@ def test_what_is_too_large_or_of_no_length_is_refused(make: Maker) -> None:
     assert status(edge, *head, "Transfer-Encoding: chunked") == 411
 
 
+def test_an_engine_sees_no_other_protocol_and_no_key_of_a_client(pair: tuple[Edge, Engine]) -> None:
+    edge, engine = pair
+    engine.end()
+    others = {"X-Api-Key": KEY, "Cookie": f"key={KEY}", "Proxy-Authorization": f"Bearer {KEY}"}
+    upgrade = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQCAAAAAAIAAAAA"}
+    with socket.create_server(("127.0.0.1", engine.port)) as listener:
+        asking = threading.Thread(
+            target=edge.ask, kwargs={"key": KEY, "headers": {**others, **upgrade, "X-Mine": "kept"}}
+        )
+        asking.start()
+        connection, _ = listener.accept()
+        with connection:
+            heard = connection.recv(65536).decode().lower()
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        asking.join()
+    assert f"authorization: bearer {ENGINE_KEY}" in heard and "x-mine: kept" in heard
+    assert KEY not in heard and "h2c" not in heard and "http2-settings:" not in heard
+
+
+@pytest.mark.parametrize("method", ["GET /v1/models", f"POST {CHAT}"])
+def test_a_body_of_no_length_is_refused_whatever_the_method(pair: tuple[Edge, Engine], method: str) -> None:
+    edge, _ = pair
+    key = f"Authorization: Bearer {KEY}"
+    assert status(edge, f"{method} HTTP/1.1", key, "Transfer-Encoding: chunked") == 411
+
+
 def test_each_key_has_its_rate(make: Maker) -> None:
     edge, _ = make({"alice": KEY, "bob": OTHER}, limits={"requests_a_minute": 3})
     found = [edge.ask(key=KEY) for _ in range(4)]
