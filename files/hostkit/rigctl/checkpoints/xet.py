@@ -14,7 +14,8 @@ def main() -> int:
     request = json.load(sys.stdin)
     endpoint, route, token = request["endpoint"], request["refresh_route"], request["token"]
     hub = client(endpoint)
-    from hf_xet import XetFileInfo, XetSession  # noqa: PLC0415 after the client's environment is set
+    # After the client's environment is set.
+    from hf_xet import XetFileInfo, XetSession  # type: ignore[import-untyped]  # noqa: PLC0415
     from huggingface_hub.utils import _xet, build_hf_headers  # noqa: PLC0415
 
     try:
