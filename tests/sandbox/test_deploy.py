@@ -356,6 +356,23 @@ def test_others_reach_the_engine_through_the_edge(box: DeployBox, tmp_path: Path
     assert box.ssh("systemctl is-active kimi-edge", check=False).stdout.strip() == "inactive"
 
 
+def test_a_rollback_brings_the_edge_back(box: DeployBox) -> None:
+    """With the keys and the certificate that the host has, which is renewed again."""
+    timer = "kimi-edge-certificate.timer"
+    seen = f"systemctl is-active kimi-edge {timer}; systemctl is-enabled {timer}"
+    curl = f"curl -sS -w '%{{http_code}}\\n' -o /dev/null --cacert {layout.EDGE}/authority.pem"
+    curl += f" https://localhost:{EDGE_PORT}/v1/models -H 'Authorization: Bearer"
+    assert box.ssh(seen, check=False).stdout.split()[:2] == ["inactive"] * 2
+    back = box.run("rig", "rollback", box.inventory)
+    assert back.returncode == 0, back.stdout + back.stderr
+    assert box.ssh(seen).stdout.split() == ["active", "active", "enabled"]
+    asked = [box.ssh(f"{curl} {name}-0fd1-never-shown'").stdout.strip() for name in ("alice", "bob")]
+    assert asked == ["503", "401"], "no engine runs, and what was revoked stays so"
+    again = box.deploy("--pyinfra=--data", "--pyinfra=roll_forward=yes")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert box.ssh(seen, check=False).stdout.split()[:2] == ["inactive"] * 2
+
+
 def test_a_catalogue_entry_that_goes_takes_its_unit_along(box: DeployBox) -> None:
     fewer = box.run("pyinfra", "--data", 'configurations=["vllm-base"]', "inventory/sandbox.py", "deploy.py", "-y")
     assert fewer.returncode == 0, fewer.stderr

@@ -20,12 +20,17 @@ import pytest
 
 from rig.catalog.entries import ROOT
 from rig.sandbox import Box
-from tests.sandbox.conftest import engine_port
+from tests.sandbox.conftest import DeployBox, engine_port, removed
+from tests.support.box import PORT
+from tests.support.leftovers import Watcher
 from tests.upgrade.changelog import previous
 
 __all__ = ["engine_port"]
 
 INVENTORY = "inventory/sandbox.py"
+HOST_DATA = Path("inventory/group_data/sandbox.py")
+EDGE_PORT = PORT + 443
+KEY = "key-7c2e-never-shown"
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,19 @@ def short_directory() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def previous_tree(short_directory: Path) -> Previous:
-    """The previous version with an environment of its own."""
+def edge(short_directory: Path) -> str:
+    """A line of host data: an edge with TLS of the host's own authority, and a client's key."""
+    file = short_directory / "alice.key"
+    file.touch(0o600)
+    file.write_text(KEY)
+    tls = {"authority": ["localhost", "127.0.0.1"]}
+    data = {"address": "127.0.0.1", "port": EDGE_PORT, "tls": tls, "keys": {"alice": str(file)}}
+    return f"edge = {data!r}\n"
+
+
+@pytest.fixture(scope="session")
+def previous_tree(short_directory: Path, edge: str) -> Previous:
+    """The previous version with an environment of its own, and an edge in its host data."""
     commit = os.environ.get("KIMI_RIG_UPGRADE_FROM") or previous().commit
     directory = short_directory / "previous"
     for command in (
@@ -103,40 +119,53 @@ def previous_tree(short_directory: Path) -> Previous:
         ["git", "-C", str(directory), "checkout", "--quiet", "--detach", commit],
     ):
         succeeded(subprocess.run(command, capture_output=True, text=True, check=False))
+    append(edge, directory)
     return Previous(directory)
 
 
 @pytest.fixture(scope="session")
-def this_tree() -> Tree:
-    return Tree(ROOT, sys.executable)
+def this_tree(short_directory: Path, edge: str) -> Tree:
+    """This version, and an edge in its host data."""
+    found = copied(short_directory / "this")
+    append(edge, found.directory)
+    return found
 
 
 @pytest.fixture(scope="session")
-def kept_data_tree(this_tree: Tree, previous_tree: Previous, short_directory: Path) -> Tree:
+def kept_data_tree(previous_tree: Previous, short_directory: Path) -> Tree:
     """This version with the hosts and the host data of the previous one: what an operator brings along."""
-    directory = short_directory / "kept"
+    found = copied(short_directory / "kept")
+    for name in ("gpu.py", "sandbox.py", "group_data"):
+        source, goal = previous_tree.directory / "inventory" / name, found.directory / "inventory" / name
+        if source.is_dir():
+            shutil.copytree(source, goal, dirs_exist_ok=True)
+        else:
+            shutil.copy2(source, goal)
+    return found
+
+
+def append(line: str, directory: Path) -> None:
+    with (directory / HOST_DATA).open("a", encoding="utf-8") as data:
+        data.write(f"\n{line}")
+
+
+def copied(directory: Path) -> Tree:
+    """This version in a directory."""
     listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split("\0")
     for name in files:
         if (ROOT / name).is_file():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, directory / name)
-    for name in ("gpu.py", "sandbox.py", "group_data"):
-        source, goal = previous_tree.directory / "inventory" / name, directory / "inventory" / name
-        if source.is_dir():
-            shutil.copytree(source, goal, dirs_exist_ok=True)
-        else:
-            shutil.copy2(source, goal)
-    return Tree(directory, this_tree.python)
+    return Tree(directory, sys.executable)
 
 
 @pytest.fixture(scope="session")
-def box(this_tree: Tree, engine_port: None) -> Iterator[Box]:
+def box(engine_port: None, watcher: Watcher) -> Iterator[Box]:
     """A booted box that has nothing yet, apart from everyone else's."""
     os.environ["KIMI_RIG_SANDBOX_DIR"] = str(ROOT / ".sandbox" / "upgrade")
     os.environ["KIMI_RIG_SANDBOX_PORT"] = os.environ.get("KIMI_RIG_TEST_UPGRADE_PORT", "2324")
-    found = Box()
-    succeeded(this_tree.run("rig", "sandbox", "up"))
-    yield found
-    if not os.environ.get("KIMI_RIG_KEEP_BOX"):
-        succeeded(this_tree.run("rig", "sandbox", "rm"))
+    found = DeployBox()
+    with removed(found, watcher):
+        succeeded(found.run("rig", "sandbox", "up", timeout=1800))
+        yield found.box
