@@ -109,14 +109,14 @@ def tiny(work: Path, out: Path, *, cpu: bool) -> dict[str, Any]:
     place.states.mkdir(parents=True)
     for number, said in enumerate(prepare.rows(place)):
         path = place.states / f"hs_{number}.safetensors"
-        path.write_bytes(states_file(tokens[said["sha256"]]))
+        path.write_bytes(states_file(tokens[str(said["sha256"])]))
         states_check.check(path, layers=4, hidden=256, sha256=str(said["sha256"]))
     started = time.monotonic()
     train.run(job, place, progress)
     took = time.monotonic() - started
     metrics = train.read_metrics(train.finished(place))
     export.run(job, place, progress)
-    training = Training(convention="input", layer_ids=(2, 3, 4))
+    training = Training(convention="input", layer_ids=[2, 3, 4])
     verdicts = {
         f"{name} {version}": fit.check(target, place.export, Engine(name, version), 1024, training).word
         for name, version in RELEASES
@@ -228,8 +228,8 @@ def trained_numbers(place: Workplace) -> int:
 def speed(log: Path) -> dict[str, Any]:
     """Tokens a second and memory as the trainer says them, of the steps after the first three (compilation)."""
     text = log.read_text(errors="replace")
-    rates = [float(one) for one in re.findall(r"'tokens_per_s': ([\d.e+]+)", text)]
-    memory = [float(one) for one in re.findall(r"'opt': ([\d.e+]+)", text)]
+    rates = [float(one) for one in re.findall(r"tokens_per_s=([\d.e+]+)", text)]
+    memory = [float(one) for one in re.findall(r"memory_mb/opt=([\d.e+]+)", text)]
     warm = rates[3:] or rates
     return {
         "steps": len(rates), "tokens_per_s_median": round(statistics.median(warm), 1) if warm else None,

@@ -10,6 +10,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from rigctl.contract.checkpoint_job import CheckpointName
 from rigctl.contract.eagle3_conventions import Convention
+from rigctl.contract.evaluation import Origin
 from rigctl.contract.fields import Count, HostPath, Positive, Sha256, Text, Variable
 from rigctl.contract.order import Order, Part
 
@@ -126,6 +127,7 @@ class Known(Part):
 
     name: CheckpointName
     path: HostPath
+    origin: Origin = Origin()
 
 
 class Evaluation(Part):

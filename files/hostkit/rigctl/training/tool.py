@@ -1,6 +1,7 @@
 """Commands of the trainer's environment, as children of a step: their words in a log, their end in a clear failure."""
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ def environment(job: TrainingJob, place: Workplace) -> dict[str, str]:
         "HF_DATASETS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "NO_COLOR": "1",
-        "COLUMNS": "200",
+        "COLUMNS": "1000",
         "PYTHONUNBUFFERED": "1",
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, job.trainer.gpus)),
         **job.trainer.variables,
@@ -91,4 +92,6 @@ def last_words(log: Path) -> str:
     with log.open("rb") as handle:
         handle.seek(max(0, log.stat().st_size - LAST_BYTES))
         text = handle.read().decode(errors="replace").replace("\r", "\n")
-    return "\n".join(printable(line) for line in text.splitlines()[-12:])
+    # Its messages stand in boxes as wide as the terminal.
+    lines = (re.sub(r"[\u2500-\u257f]+|  +", " ", printable(line)).strip() for line in text.splitlines())
+    return "\n".join([line for line in lines if line][-12:])

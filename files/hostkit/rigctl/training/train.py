@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def run(job: TrainingJob, place: Workplace, progress: Progress) -> None:
 
         def watch() -> None:
             said.update()
-            progress.tell(rows_done=said.epoch, tokens=said.tokens, loss=said.loss)
+            progress.tell(rows_done=said.epoch, loss=said.loss)
 
         tool.run(
             command(job, place, rows), "speculators train", log=log, variables=tool.environment(job, place),
@@ -235,12 +235,10 @@ def _epochs(checkpoints: Path) -> list[int]:
 class Said:
     """What the trainer's log has said so far."""
 
-    STEP = re.compile(rb"'train':.{0,4000}?'loss': ([\d.e+-]+).{0,4000}?'epoch': (\d+)", re.DOTALL)
-    TOKENS = re.compile(rb"'tokens_per_s': ([\d.e+-]+)")
+    LOSS, EPOCH = re.compile(rb"train/loss=([\d.e+-]+)"), re.compile(rb"[ ,]epoch=(\d+)")
 
     def __init__(self, log: Path) -> None:
         self.epoch = 0
-        self.tokens = 0
         self.loss: float | None = None
         self._log = log
         self._read = log.stat().st_size if log.exists() else 0
@@ -250,12 +248,8 @@ class Said:
             return
         with self._log.open("rb") as handle:
             handle.seek(self._read)
-            text = handle.read()
-        for loss, epoch in _last(self.STEP, text):
-            self.loss, self.epoch = float(loss), int(epoch)
-            self._read += len(text)
-
-
-def _last(pattern: re.Pattern[bytes], text: bytes) -> Iterator[Any]:
-    found = pattern.findall(text)
-    return iter(found[-1:])
+            whole, _, _ = handle.read().rpartition(b"\n")
+        self._read += len(whole)
+        if losses := self.LOSS.findall(whole):
+            self.loss = float(losses[-1])
+            self.epoch = int(self.EPOCH.findall(whole)[-1])
