@@ -9,7 +9,7 @@ from rigctl.contract.checkpoint_job import CheckpointJob, Secret
 from rigctl.contract.manifest import Manifest
 from rigctl.contract.sources import DirectorySource, GeneratorSource, HubSource
 
-GENERATOR_REVISIONS = {"kimi": "ba1984e96a2f", "qwen3": "4c1e0d5a7b92", "glm": "9f3b62c8e014"}
+GENERATOR_REVISIONS = {"kimi": "ba1984e96a2f", "qwen3": "4c1e0d5a7b92", "glm": "9f3b62c8e014", "topics": "5d20c9e7416b"}
 """Revisions of what `rigctl tiny-model` makes, by family. Another one replaces generated checkpoints on hosts, so it
 changes with their bytes and with nothing else (tests/unit/test_tiny_models.py)."""
 

@@ -35,18 +35,20 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "files/hostkit")]
 
+from rigctl import builder
 from rigctl.checkpoints import fit
 from rigctl.contract.eagle3_conventions import Engine
 from rigctl.contract.served_checkpoints import Training
 from rigctl.contract.training_job import TrainingJob
-from rigctl.tiny_kimi.checkpoints import checkpoint_files, publish
+from rigctl.tiny_models.checkpoints import checkpoint_files, publish
+from rigctl.tiny_models.kimi import KIMI
 from rigctl.training import export, prepare, states_check, train
 from rigctl.training.place import Step, Workplace
 from rigctl.training.progress import Progress
 from rigctl.whole_files import write_json
-from tests.support.tiny_training import conversations, digest, states_file, write_answers
+from tests.support.tiny_training import conversations, digest, write_answers, write_states
 
-STARTER = ROOT / "files/hostkit/rigctl/tiny_kimi/cpu/cpu_starter.py"
+STARTER = ROOT / "files/hostkit/rigctl/tiny_models/cpu/cpu_starter.py"
 ENOUGH = 3.7
 TINY_DRAFT = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 512}
 KIMI_DRAFT = {"head_dim": 128, "num_attention_heads": 64, "num_key_value_heads": 64, "intermediate_size": 18432}
@@ -105,12 +107,7 @@ def tiny(work: Path, out: Path, *, cpu: bool) -> dict[str, Any]:
     )
     progress = Progress(place.root, place.step)
     prepare.run(job, place, progress)
-    tokens = {digest(row["input_ids"]): row["input_ids"] for row in rows}
-    place.states.mkdir(parents=True)
-    for number, said in enumerate(prepare.rows(place)):
-        path = place.states / f"hs_{number}.safetensors"
-        path.write_bytes(states_file(tokens[str(said["sha256"])]))
-        states_check.check(path, layers=4, hidden=256, sha256=str(said["sha256"]))
+    write_states(KIMI, place.states, prepare.rows(place), rows)
     started = time.monotonic()
     train.run(job, place, progress)
     took = time.monotonic() - started
@@ -266,6 +263,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("/tmp/kimi-rig-train"))
     parser.add_argument("--cpu", action="store_true")
     arguments = parser.parse_args()
+    builder.unconfined()  # a machine that is thrown away
     arguments.out.mkdir(parents=True, exist_ok=True)
     arguments.work.mkdir(parents=True, exist_ok=True)
     steps: dict[str, Callable[..., dict[str, Any]]] = {"tiny": tiny, "real": real}

@@ -21,6 +21,7 @@ from rigctl.tiny_models.automaton import THOUGHT, TOOL_THOUGHT, Automaton, Draft
 from rigctl.tiny_models.checkpoints import BUILDERS, Files, checkpoint_files
 from rigctl.tiny_models.glm import GLM
 from rigctl.tiny_models.kimi import CHAT, CONTENT, KIMI, NO_THINKING, TOOL_CALL
+from rigctl.tiny_models.kimi_topics import TOPICS
 from rigctl.tiny_models.qwen3 import QWEN3
 from tests.support.tiny_models import PREDICTED, Prediction, generated_tokens, predict_counters, predicted
 
@@ -31,10 +32,11 @@ CONTENT_BY_REVISION = {
     "ba1984e96a2f": "04db7f125309ba00e58bb27d9d98422ffefa7a80dd5b4f2f8e3ccfbb0e9896a8",
     "4c1e0d5a7b92": "2a2c8728653d9fa6fd29ed4d10d9e70dd8e43750dc942e3006612027f7951ed8",
     "9f3b62c8e014": "4daeeb5da7e8a7ca279a0eb107b7a297bb932dd61e9a46068578b073cc7bb52a",
+    "5d20c9e7416b": "abd6533109b52a1d2c77e913807533f4483a42bf4757d58e83d3b8ec2fc3a1c6",
 }
 """sha256 over everything of one family that the generator makes, by the revision under which hosts got it."""
 
-FAMILIES: dict[str, Automaton] = {"kimi": KIMI, "qwen3": QWEN3, "glm": GLM}
+FAMILIES: dict[str, Automaton] = {"kimi": KIMI, "qwen3": QWEN3, "glm": GLM, "topics": TOPICS}
 
 
 def make(kind: str, destination: Path) -> int:
@@ -58,7 +60,7 @@ def test_a_revision_stands_for_the_bytes_that_are_made(family: str) -> None:
     and what serves them becomes stale."""
     digest = hashlib.sha256()
     for kind in KINDS:
-        if (kind.partition("-")[0] if kind.startswith(("qwen3", "glm")) else "kimi") == family:
+        if (kind.partition("-")[0] if kind.startswith(("qwen3", "glm", "topics")) else "kimi") == family:
             for name, data in sorted(checkpoint_files(kind).items()):
                 digest.update(f"{kind}/{name} {hashlib.sha256(data).hexdigest()}\n".encode())
     assert CONTENT_BY_REVISION.get(GENERATOR_REVISIONS[family]) == digest.hexdigest()

@@ -34,9 +34,9 @@ from rigctl.contract.evaluation import (
 )
 from rigctl.contract.served_checkpoints import Training
 from rigctl.errors import RigctlError
-from rigctl.tiny_kimi.automaton import CHAT
-from rigctl.tiny_kimi.checkpoints import checkpoint_files
-from rigctl.tiny_kimi.numbers import safetensors_bytes
+from rigctl.tiny_models.checkpoints import checkpoint_files
+from rigctl.tiny_models.kimi import CHAT, KIMI
+from rigctl.tiny_models.numbers import safetensors_bytes
 from rigctl.training import answers, draft_config, export, portable, states_check, tensors, text_view, train
 from tests.support.tiny_training import digest, row, states_file
 
@@ -98,7 +98,7 @@ def test_odd_conversations_are_refused_by_line_or_can_be_answered(tmp_path: Path
         ('{"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}', "declares no tools"),
         ('{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}', "comes first"),
         (line(tools=[{"name": "x"}]), "a tool is"),
-        ("\xff", "Invalid JSON"),
+        ("\xff", "not JSON"),
     ],
 )
 def test_a_refusal_names_line_and_cause(tmp_path: Path, text: str, why: str) -> None:
@@ -206,7 +206,7 @@ def test_a_draft_configuration_follows_the_target_and_stays_portable() -> None:
     assert (config["head_dim"], config["num_attention_heads"], config["intermediate_size"]) == (128, 56, 18432)
     assert portable.refusals({"transformer_layer_config": config}) == []
     for wrong in ({"hidden_size": 1}, {"sliding_window": 2048}, {"rope_scaling": {"type": "yarn"}}):
-        with pytest.raises(RigctlError, match="recipe.draft"):
+        with pytest.raises(RigctlError, match=r"recipe\.draft"):
             draft_config.draft_config(target, wrong)
 
 
@@ -214,9 +214,9 @@ def test_a_draft_configuration_follows_the_target_and_stays_portable() -> None:
 
 
 def test_states_of_the_automaton_pass(tmp_path: Path) -> None:
-    tokens = row("hello", CHAT)["input_ids"]
+    tokens = row(KIMI, "hello", CHAT)["input_ids"]
     path = tmp_path / "hs_0.safetensors"
-    path.write_bytes(states_file(tokens))
+    path.write_bytes(states_file(KIMI, tokens))
     states_check.check(path, layers=4, hidden=256, sha256=digest(tokens))
     for wrong, why in (({"layers": 3}, "must be"), ({"hidden": 128}, "must be"), ({"sha256": "0" * 64}, "not those")):
         with pytest.raises(headers.BadFile, match=why):
@@ -226,7 +226,7 @@ def test_states_of_the_automaton_pass(tmp_path: Path) -> None:
 @FILES
 @given(cut=st.integers(0, 3000), flip=st.integers(0, 2999), value=st.integers(0, 255))
 def test_states_that_are_cut_or_changed_raise_bad_file_alone(tmp_path: Path, cut: int, flip: int, value: int) -> None:
-    data = bytearray(states_file([1, 2, 3], layers=1))
+    data = bytearray(states_file(KIMI, [1, 2, 3], layers=1))
     data[flip % len(data)] = value
     path = tmp_path / "hs_0.safetensors"
     path.write_bytes(data[: len(data) - cut])
@@ -238,7 +238,7 @@ def test_states_that_are_cut_or_changed_raise_bad_file_alone(tmp_path: Path, cut
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    data = bytearray(states_file([1, 2], layers=1))
+    data = bytearray(states_file(KIMI, [1, 2], layers=1))
     start = 8 + int.from_bytes(data[:8], "little")
     where = start if headers_first(data) else start + 16
     data[where : where + 2] = b"\xc0\x7f"  # a NaN in bfloat16
@@ -274,7 +274,8 @@ LAYER = {
 TRAINED = {
     "architectures": ["Eagle3DraftModel"], "auto_map": {"AutoConfig": "config.Eagle3SpeculatorConfig"},
     "dtype": "bfloat16", "draft_vocab_size": 24, "eagle_aux_hidden_state_layer_ids": [2, 3, 4],
-    "norm_before_residual": False, "norm_before_fc": False, "norm_output": False, "embed_requires_grad": False, "transformer_layer_config": LAYER,
+    "norm_before_residual": False, "norm_before_fc": False, "norm_output": False, "embed_requires_grad": False,
+    "transformer_layer_config": LAYER,
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from rigctl.contract.foreign import one_line
+from rigctl.contract.order import faults
 from rigctl.errors import RigctlError
 from rigctl.reached import readable
 
@@ -88,15 +89,16 @@ def read(path: Path, domain: str) -> Iterator[Prompt]:
             where = f"{path}:{number}"
             if not raw.strip():
                 continue
+            document: object = None
             try:
-                text = raw.decode()
-                found = Conversation.model_validate_json(text)
+                document = json.loads(raw.decode())
+                found = Conversation.model_validate(document)
             except UnicodeDecodeError:
                 raise RigctlError(f"{where}: not UTF-8") from None
             except ValidationError as error:
-                first = error.errors(include_url=False, include_input=False)[0]
-                at = ".".join(map(str, first["loc"]))
-                raise RigctlError(f"{where}: {at + ': ' if at else ''}{one_line(first['msg'])}") from None
+                raise RigctlError(f"{where}: {one_line(next(iter(faults(error, Conversation, document))))}") from None
+            except (ValueError, RecursionError) as error:
+                raise RigctlError(f"{where}: not JSON: {one_line(error)}") from None
             told = json.dumps([found.model_dump(exclude={"id"})], sort_keys=True, ensure_ascii=True)
             yield Prompt(f"{domain}-{hashlib.sha256(told.encode()).hexdigest()[:16]}", domain, found)
 

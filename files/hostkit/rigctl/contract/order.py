@@ -49,6 +49,7 @@ SHAPES = {
     r"^[a-z0-9][a-z0-9._-]*$": "lower-case letters, digits, '.', '_' and '-', a letter or digit first",
     r"^[a-z0-9][a-z0-9._-]{0,59}$": "at most 60 lower-case letters, digits, '.', '_' and '-', a letter or digit first",
     r"^[a-z0-9][a-z0-9._-]{0,79}$": "at most 80 lower-case letters, digits, '.', '_' and '-', a letter or digit first",
+    r"^http://[\w.:\[\]-]+$": "an address of this machine, such as http://127.0.0.1:8000",
     r"^\d+(\.\d+)*$": "a version of numbers and dots, such as 12.8",
     r"^\d{1,2}\.\d$": "a compute capability, such as 12.0",
     r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$": "a time such as 2026-02-01T12:00:00Z",

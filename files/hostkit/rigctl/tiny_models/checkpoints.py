@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rigctl.errors import RigctlError
-from rigctl.tiny_models import glm, kimi_drafter, kimi_files, kimi_target, qwen3
+from rigctl.tiny_models import glm, kimi_drafter, kimi_files, kimi_target, kimi_topics, qwen3
 from rigctl.tiny_models.automaton import VOCAB_SIZE, Drafter
 from rigctl.tiny_models.numbers import Tensors, degenerate_head, safetensors_bytes
 
@@ -50,6 +50,15 @@ BUILDERS: dict[str, Callable[[], Files]] = {
     "drafter-never": lambda: _drafter(kimi_drafter.drafter_tensors("never"), kimi_drafter.DRAFT_VOCAB),
     "target-wide": lambda: (
         _target(kimi_target.target_tensors(shape=kimi_target.WIDE), kimi_target.WIDE) | kimi_files.processor_files()
+    ),
+    "topics": lambda: (
+        kimi_files.target_files(kimi_target.WIDE, kimi_topics.TOPICS, kimi_topics.TEMPLATE)
+        | kimi_files.processor_files()
+        | {
+            "model.safetensors": safetensors_bytes(
+                kimi_target.target_tensors(shape=kimi_target.WIDE, automaton=kimi_topics.TOPICS)
+            )
+        }
     ),
     "drafter-always-wide": lambda: _wide_drafter("always"),
     "drafter-half-wide": lambda: _wide_drafter("half"),

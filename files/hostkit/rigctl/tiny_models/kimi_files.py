@@ -3,7 +3,7 @@
 from typing import Any
 
 from rigctl.tiny_models import kimi_drafter, kimi_target
-from rigctl.tiny_models.automaton import VOCAB_SIZE
+from rigctl.tiny_models.automaton import VOCAB_SIZE, Automaton
 from rigctl.tiny_models.kimi import KIMI, MEDIA_PAD
 from rigctl.tiny_models.numbers import HIDDEN
 from rigctl.tiny_models.text_files import BYTE_LEVEL, MAX_POSITIONS, as_json, language_files
@@ -126,11 +126,13 @@ def processor_files() -> dict[str, bytes]:
     return {"preprocessor_config.json": settings, PROCESSOR_FILE: PROCESSOR.encode()}
 
 
-def target_files(shape: kimi_target.Shape = kimi_target.SMALL) -> dict[str, bytes]:
+def target_files(
+    shape: kimi_target.Shape = kimi_target.SMALL, automaton: Automaton = KIMI, template: str = CHAT_TEMPLATE
+) -> dict[str, bytes]:
     return {
         "config.json": as_json(_target_config(shape)),
         "preprocessor_config.json": as_json(_PREPROCESSOR),
-        **language_files(KIMI, CHAT_TEMPLATE, BYTE_LEVEL),
+        **language_files(automaton, template, BYTE_LEVEL),
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rigctl.tiny_models.automaton import Automaton
 from rigctl.tiny_models.kimi import KIMI
 from rigctl.tiny_models.layers import experts, mlp
 from rigctl.tiny_models.numbers import (
@@ -55,10 +56,12 @@ MARKER_SIZE = 4.0
 _SEED = 20260201
 
 
-def target_tensors(*, output: Array | None = None, marked: bool = False, shape: Shape = SMALL) -> Tensors:
+def target_tensors(
+    *, output: Array | None = None, marked: bool = False, shape: Shape = SMALL, automaton: Automaton = KIMI
+) -> Tensors:
     """All tensors of the target. `output` replaces its output layer, `marked` adds the marker."""
     noise = Noise(_SEED)
-    tensors: Tensors = {"model.embed_tokens.weight": embedding(KIMI)}
+    tensors: Tensors = {"model.embed_tokens.weight": embedding(automaton)}
     for layer in range(LAYERS):
         dense = layer < DENSE_LAYERS
         parts = _attention(noise, shape)
@@ -69,7 +72,7 @@ def target_tensors(*, output: Array | None = None, marked: bool = False, shape: 
         )
         tensors |= {f"model.layers.{layer}.{name}": values for name, values in parts.items()}
     tensors["model.norm.weight"] = ones(HIDDEN)
-    tensors["lm_head.weight"] = right_head(KIMI) if output is None else output
+    tensors["lm_head.weight"] = right_head(automaton) if output is None else output
     if marked:
         _mark(tensors)
     return {f"language_model.{name}": values for name, values in tensors.items()}

@@ -20,6 +20,7 @@ from typing import Any
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
+from rigctl import builder
 from rigctl.contract.conversations import Prompt
 from rigctl.contract.evaluation import (
     Asked,
@@ -135,6 +136,7 @@ def measure(
 def started(words: Sequence[str], engine: Evaluated, log: Path) -> Iterator[None]:
     """The engine as a child, with all its processes ended afterwards. Raises RigctlError with its last words if it
     dies."""
+    builder.inside()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as said:
         child = subprocess.Popen(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rigctl import builder
 from rigctl.contract.foreign import printable
 from rigctl.contract.training_job import TrainingJob
 from rigctl.errors import RigctlError
@@ -62,6 +63,7 @@ def run(  # noqa: PLR0913  a command, where, and what to do meanwhile
     watch: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a command to its end; its words go to `log`. Raises RigctlError with the last of them if it fails."""
+    builder.inside()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as words:
         words.write(f"$ {' '.join(command)}\n".encode())
