@@ -32,7 +32,7 @@ CONTENT_BY_REVISION = {
     "ba1984e96a2f": "04db7f125309ba00e58bb27d9d98422ffefa7a80dd5b4f2f8e3ccfbb0e9896a8",
     "4c1e0d5a7b92": "2a2c8728653d9fa6fd29ed4d10d9e70dd8e43750dc942e3006612027f7951ed8",
     "9f3b62c8e014": "4daeeb5da7e8a7ca279a0eb107b7a297bb932dd61e9a46068578b073cc7bb52a",
-    "5d20c9e7416b": "abd6533109b52a1d2c77e913807533f4483a42bf4757d58e83d3b8ec2fc3a1c6",
+    "5d20c9e7416b": "26c7a82432c5f5d4453f3815752d909ada2828ffe4d87d4cec5b8ab3c4e1b5c1",
 }
 """sha256 over everything of one family that the generator makes, by the revision under which hosts got it."""
 

@@ -39,6 +39,7 @@ from rigctl.tiny_models.kimi import CHAT, KIMI
 from rigctl.tiny_models.numbers import safetensors_bytes
 from rigctl.training import answers, draft_config, export, portable, states_check, tensors, text_view, train
 from tests.support.tiny_training import digest, row, states_file
+from tests.training import many_chains
 
 SHIPPED = Path(__file__).resolve().parents[2] / "files/prompts"
 FILES = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -499,3 +500,20 @@ def test_an_engine_that_does_worse_with_the_same_prompts_is_named_with_its_sprea
     said = suspects("own", found, "kimi")
     assert len(said) == 1 and "learnt from states of vllm" in said[0] and "shorter in sglang-x" in said[0]
     assert paired(here.asked[:1], worse.asked) is None
+
+
+# The ladder of many chains: what is predicted does not move.
+
+
+def test_predictions_of_the_ladder_are_those_written_down_before_it_was_trained() -> None:
+    written = json.loads((Path(__file__).resolve().parents[1] / "fixtures/many_chains.json").read_text())
+    assert list(written) == [str(rung) for rung in many_chains.RUNGS]
+    for rung in many_chains.RUNGS:
+        said = written[str(rung)]
+        assert said["topics"] == sorted(many_chains.covered(rung))
+        assert said["predicted"] == pytest.approx(many_chains.predicted(rung))
+        assert said["counters"] == json.loads(json.dumps(vars(many_chains.counters(rung))))
+        for measured, expected in zip(said.get("measured", said["predicted"]), said["predicted"], strict=True):
+            assert abs(measured - expected) <= many_chains.NEAR
+    first = [many_chains.coverage(rung) for rung in many_chains.RUNGS]
+    assert first == sorted(first) and first[-1] - first[0] > 0.5

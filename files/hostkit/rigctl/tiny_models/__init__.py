@@ -17,7 +17,7 @@ KINDS = {
     "drafter-half": "half of the drafts are accepted (with 3 speculative tokens)",
     "drafter-never": "no draft is accepted",
     "target-wide": "as target, in Kimi-K2.5's attention shapes; divides among up to 8 GPUs",
-    "topics": "says one of 22 chains, which the last word of the prompt chooses",
+    "topics": "says one of ten chains, which the last word of the prompt chooses",
     "drafter-always-wide": "as drafter-always, divides among up to 8 GPUs",
     "drafter-half-wide": "as drafter-half, likewise",
     "drafter-never-wide": "as drafter-never, likewise",

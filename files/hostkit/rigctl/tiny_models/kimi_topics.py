@@ -1,6 +1,6 @@
 """A tiny Kimi-K2.5 of many chains: the prompt's last word says which, and a drafter knows what it was trained on alone.
 
-22 topics of nine words. A prompt ends with `<|topic-NN|>` for a user's message that ends with NN. No topic's words are
+Ten topics of twenty words. A prompt ends with `<|topic-NN|>` for a user's message that ends with NN. No topic's words are
 another's: the acceptance of a drafter is its coverage of the topics that are asked for.
 """
 
@@ -8,7 +8,7 @@ from rigctl.tiny_models import kimi
 from rigctl.tiny_models.automaton import Automaton, numbered
 from rigctl.tiny_models.kimi_files import CHAT_TEMPLATE
 
-COUNT, LENGTH = 22, 9
+COUNT, LENGTH = 10, 20
 _FIRST, _VOWELS = "bdfgklmnprstvz", "aeiou"
 _BEGIN = "{%- if thinking is defined"
 
