@@ -2,9 +2,9 @@
 
 python -m tests.training.many_chains WORK PYTHON [--rungs 5,8,20]
 
-PYTHON is that of a trainer's environment on a CPU. States are the automaton's; trainer, validation and export are the real
-ones. The predictions follow from fixed seeds: which topics the first N training conversations hold, and how many of the
-held-out ones ask for these. tests/fixtures/many_chains.json has them, and what was measured. Results go to
+PYTHON is that of a trainer's environment on a CPU. States are the automaton's; trainer, validation and export are the
+real ones. The predictions follow from fixed seeds: which topics the first N training conversations hold, and how many of
+the held-out ones ask for these. tests/fixtures/many_chains.json has them, and what was measured. Results go to
 WORK/many_chains.json. Exit code 0: rungs rise, and each acceptance is within 5 points of its prediction.
 """
 
@@ -85,7 +85,8 @@ def order(work: Path, target: Path, python: Path, rungs: Sequence[int]) -> Train
     return TrainingJob.model_validate(
         {
             "format": 1, "name": "topics", "user": "root", "root": str(work), "target": "topics",
-            "target_path": str(target), "hidden": 256, "layers": 7, "vocabulary": 512, "prompts": [prompts], "held_out": 0.5,
+            "target_path": str(target), "hidden": 256, "layers": 7, "vocabulary": 512, "prompts": [prompts],
+            "held_out": 0.5,
             "answers": {"served": served, "max_tokens": 64},
             "states": {"served": served, "layer_ids": [2, 3, 4, 7], "staging": str(work), "disk_limit": 10**9},
             "recipe": {

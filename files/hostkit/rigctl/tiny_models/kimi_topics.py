@@ -1,7 +1,7 @@
 """A tiny Kimi-K2.5 of many chains: the prompt's last word says which, and a drafter knows what it was trained on alone.
 
-Ten topics of twenty words. A prompt ends with `<|topic-NN|>` for a user's message that ends with NN. No topic's words are
-another's: the acceptance of a drafter is its coverage of the topics that are asked for.
+Ten topics of twenty words. A prompt ends with `<|topic-NN|>` for a user's message that ends with NN. No topic's words
+are another's: the acceptance of a drafter is its coverage of the topics that are asked for.
 """
 
 from rigctl.tiny_models import kimi
