@@ -63,18 +63,18 @@ def predicted(rung: int) -> list[float]:
 def counters(rung: int) -> Prediction:
     """The engine's counters over the held-out prompts, one after another, 3 drafted tokens."""
     known = covered(rung)
-    total = [0, 0, 0, [0] * STEPS, 0]
     # Nothing leads to the token that ends a prompt: a proposal that is never right.
     wrong = dict.fromkeys(TOPICS.following, topic(0))
-    for row in topic_conversations(HELD_OUT, HELD_OUT_SEED):
-        proposed = {**TOPICS.following, TOPICS.end_of_turn: topic(0)} if row["topic"] in known else wrong
-        one = predict_counters(TOPICS, topic(row["topic"]), proposed, STEPS)
-        total[0] += one.drafts
-        total[1] += one.draft_tokens
-        total[2] += one.accepted
-        total[3] = [a + b for a, b in zip(total[3], one.accepted_per_position, strict=True)]
-        total[4] += one.output_tokens
-    return Prediction(total[0], total[1], total[2], tuple(total[3]), total[4])
+    right = {**TOPICS.following, TOPICS.end_of_turn: topic(0)}
+    asked = [row["topic"] for row in topic_conversations(HELD_OUT, HELD_OUT_SEED)]
+    found = [predict_counters(TOPICS, topic(one), right if one in known else wrong, STEPS) for one in asked]
+    return Prediction(
+        sum(one.drafts for one in found),
+        sum(one.draft_tokens for one in found),
+        sum(one.accepted for one in found),
+        tuple(sum(one.accepted_per_position[position] for one in found) for position in range(STEPS)),
+        sum(one.output_tokens for one in found),
+    )
 
 
 def order(work: Path, target: Path, python: Path, rungs: Sequence[int]) -> TrainingJob:

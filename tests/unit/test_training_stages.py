@@ -241,7 +241,7 @@ def test_states_that_are_cut_or_changed_raise_bad_file_alone(tmp_path: Path, cut
 def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     data = bytearray(states_file(KIMI, [1, 2], layers=1))
     start = 8 + int.from_bytes(data[:8], "little")
-    where = start if headers_first(data) else start + 16
+    where = start if headers_first(bytes(data)) else start + 16
     data[where : where + 2] = b"\xc0\x7f"  # a NaN in bfloat16
     path = tmp_path / "hs_0.safetensors"
     path.write_bytes(data)
