@@ -3,7 +3,7 @@
 python -m tests.training.many_chains WORK PYTHON [--rungs 5,8,20]
 
 PYTHON is that of a trainer's environment on a CPU. States are the automaton's; trainer, validation and export are the
-real ones. The predictions follow from fixed seeds: which topics the first N training conversations hold, and how many of
+real ones. The predictions follow from fixed seeds: which topics the first N training conversations hold, how many of
 the held-out ones ask for these. tests/fixtures/many_chains.json has them, and what was measured. Results go to
 WORK/many_chains.json. Exit code 0: rungs rise, and each acceptance is within 5 points of its prediction.
 """
