@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rig.bench.analysis import Scene, Study, crossing
@@ -119,6 +119,26 @@ def acceptance(study: Study, scene: Scene, prefix: str) -> str:
         axes.grid(alpha=0.4)
 
     return _picture(f"{prefix}-acceptance", HEIGHT, draw)
+
+
+def ladder(lines: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+    """Acceptance length against the conversations that a drafter was trained on, a line for each name."""
+    longest = max((length for line in lines.values() for _, length in line), default=1)
+
+    def draw(axes: Axes) -> None:
+        for number, (name, line) in enumerate(lines.items()):
+            axes.plot([count for count, _ in line], [length for _, length in line], **_look(number, name))
+        # Rungs rise tenfold; the start, without any, stands left of them.
+        smallest = min(count for line in lines.values() for count, _ in line if count)
+        axes.set_xscale("symlog", linthresh=smallest)
+        counts = sorted({count for line in lines.values() for count, _ in line})
+        axes.set_xticks(counts, [f"{count:,}" for count in counts])
+        axes.minorticks_off()
+        axes.set(xlabel="conversations", ylabel="acceptance length", ylim=(0.9, longest + 0.2))
+        axes.grid(alpha=0.4)
+        axes.legend()
+
+    return _picture("ladder", 4.2, draw)
 
 
 def peaks(entries: Sequence[Reference]) -> str:

@@ -19,7 +19,8 @@ from rigctl.contract.foreign import printable
 from rigctl.whole_files import write_whole
 
 
-def _jinja(*, html: bool) -> Jinja:
+def renderer(*, html: bool) -> Jinja:
+    """Templates of reports, with the gate for words of others."""
     jinja = Jinja(
         loader=FileSystemLoader(ROOT / "templates"),
         undefined=StrictUndefined,
@@ -115,7 +116,7 @@ def _models(entries: Iterable[Result | Reference]) -> str:
 def _render(template: str, entries: Iterable[Result | Reference], now: datetime | None) -> str:
     listed = list(entries)
     return (
-        _jinja(html=".html" in template)
+        renderer(html=".html" in template)
         .get_template(template)
         .render(
             studies=[*newest(results(listed)).values()],

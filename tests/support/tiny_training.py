@@ -48,14 +48,15 @@ def conversations(count: int, seed: int = 1) -> Iterator[Row]:
             yield {"conversation": f"{kind}-{number}", "domain": kind, **row(KIMI, f"{text} {turn}", end)}
 
 
-def topic_conversations(count: int, seed: int) -> Iterator[Row]:
-    """Rows with topics; the k-th topic is asked for as often as 1 / (k + 1) says."""
+def topic_conversations(count: int, seed: int, turns: int = 1) -> Iterator[Row]:
+    """Rows with `topics`, so many a conversation; the k-th topic is asked for as often as 1 / (k + 1) says."""
     dice = random.Random(seed)
     weights = [1 / (number + 1) for number in range(kimi_topics.COUNT)]
     for number in range(count):
         (chosen,) = dice.choices(range(kimi_topics.COUNT), weights)
-        said = row(kimi_topics.TOPICS, f"{number} about {chosen:02d}", kimi_topics.topic(chosen))
-        yield {"conversation": f"topics-{number}", "domain": "chat", "topic": chosen, **said}
+        for turn in range(turns):
+            said = row(kimi_topics.TOPICS, f"{number} {turn} {chosen:02d}", kimi_topics.topic(chosen))
+            yield {"conversation": f"topics-{number}", "domain": "chat", "topic": chosen, **said}
 
 
 def states_file(automaton: Automaton, tokens: Sequence[int], layers: int = 4) -> bytes:

@@ -33,6 +33,8 @@ STARTER = ROOT / "files/hostkit/rigctl/tiny_models/cpu/cpu_starter.py"
 TRAINING_SEED, HELD_OUT_SEED, HELD_OUT = 11, 12, 60
 RUNGS = (5, 8, 20)
 STEPS = 3
+TURNS = 10
+"""Of a training conversation, all about one topic: so many answers a topic are learnt from."""
 NEAR = 0.05
 ANSWER = LENGTH + 1
 """Tokens of an answer, the end of the turn among them."""
@@ -78,7 +80,7 @@ def counters(rung: int) -> Prediction:
 
 
 def order(work: Path, target: Path, python: Path, rungs: Sequence[int]) -> TrainingJob:
-    """The training. Few tokens, so many epochs; checkpoints of the first and every fiftieth."""
+    """The training."""
     url = "http://127.0.0.1:1"
     served = {"name": "none", "url": url, "model": "none", "private": True, "engine": "vllm", "version": "0.32.0"}
     prompts = {"path": "/none", "sha256": "0" * 64, "domain": "chat", "licence": "none", "provenance": "automaton"}
@@ -90,8 +92,8 @@ def order(work: Path, target: Path, python: Path, rungs: Sequence[int]) -> Train
             "answers": {"served": served, "max_tokens": 64},
             "states": {"served": served, "layer_ids": [2, 3, 4, 7], "staging": str(work), "disk_limit": 10**9},
             "recipe": {
-                "epochs": 100, "learning_rate": 2e-3, "schedule": "linear", "draft_vocabulary": 256,
-                "sequence_length": 512, "seed": 1, "draft": DRAFT, "arguments": ["--checkpoint-freq", "50"],
+                "epochs": 8, "learning_rate": 2e-3, "schedule": "linear", "draft_vocabulary": 256,
+                "sequence_length": 512, "seed": 1, "draft": DRAFT,
             },
             "trainer": {
                 "environment_path": str(python.parent.parent), "version": "0.9.0", "lock_sha256": "0" * 64, "gpus": [],
@@ -107,7 +109,7 @@ def climb(job: TrainingJob, rung: int) -> dict[str, Any]:
     """Train one rung: what the trainer's validation says of the held-out conversations."""
     place = Workplace.of(job, Step("train", rung))
     held_out = list(topic_conversations(HELD_OUT, HELD_OUT_SEED))
-    rows = list(topic_conversations(rung, TRAINING_SEED))
+    rows = list(topic_conversations(rung, TRAINING_SEED, TURNS))
     write_answers(place.answers, rows, held_out)
     progress = Progress(place.root, place.step)
     prepare.run(job, place, progress)

@@ -1,6 +1,7 @@
 """The stages of a training without the trainer: prompts, states, export, what a killed run leaves, and what follows
 from counts."""
 
+import importlib.util
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rig.bench import plots, training_report
 from rigctl.checkpoints import fit, headers
 from rigctl.contract.conversations import Prompt, read, split, unique
 from rigctl.contract.eagle3_conventions import Engine
@@ -517,3 +519,30 @@ def test_predictions_of_the_ladder_are_those_written_down_before_it_was_trained(
             assert abs(measured - expected) <= many_chains.NEAR
     first = [many_chains.coverage(rung) for rung in many_chains.RUNGS]
     assert first == sorted(first) and first[-1] - first[0] > 0.5
+
+
+# The report.
+
+
+def test_the_report_shows_rungs_domains_what_pays_and_the_gap_between_engines() -> None:
+    here, there = drafter(40).engines["vllm-x"], drafter(20).engines["vllm-x"]
+    found = evaluation(
+        **{
+            "rung-0": drafter(0, 0),
+            "rung-1000": drafter(20, 1000, offline=[0.6, 0.4, 0.3]),
+            "rung-10000": drafter(30, 10000, offline=[0.7, 0.5, 0.4], engines={"vllm-x": here, "sglang-x": there}),
+            "their<b>own": drafter(10),
+        }
+    ).model_copy(update={"findings": ["own \x1b[31mred"]})
+    text = training_report.markdown(found)
+    assert "| rung-10000 | 10,000 | 2.60 | vllm-x | 2.79 |" in text
+    assert "| rung-1000 | vllm-x | 2.00 | 1.50 |" in text, "chat and tools"
+    assert "| vllm-x | 1 | 50.0 | 100.0 | 2.00 |" in text
+    assert "| rung-10000 | vllm-x | sglang-x | -0.750 |" in text
+    assert "\x1b" not in text and "<b>" not in text
+    if importlib.util.find_spec("matplotlib"):
+        page = training_report.page(found)
+        assert page.count("<svg") == 1 and "<b>" not in page and "10,000" in page
+    else:
+        with pytest.raises(plots.PlottingMissing):
+            training_report.page(found)
