@@ -1,4 +1,4 @@
-"""The report of a training: what each drafter of the ladder, and each known one, did with held-out prompts; what pays."""
+"""The report of a training: what each drafter of the ladder, and each known one, did with held-out prompts."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
