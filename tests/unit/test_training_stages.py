@@ -367,6 +367,14 @@ def test_an_incomplete_checkpoint_is_not_exported(tmp_path: Path, without: str, 
         export.export(trained(tmp_path / "0", without=(without,)), tmp_path / "made", [2, 3, 4])
 
 
+def test_a_drafter_with_another_vocabulary_than_its_start_is_refused(tmp_path: Path) -> None:
+    start, source = trained(tmp_path / "start"), trained(tmp_path / "0")
+    export.same_vocabulary(start, source)
+    other = trained(tmp_path / "other", without=("d2t", "t2d"))
+    with pytest.raises(RigctlError, match="another vocabulary map"):
+        export.same_vocabulary(start, other)
+
+
 def test_a_float32_copy_has_the_same_numbers(tmp_path: Path) -> None:
     source = trained(tmp_path / "0")
     train.float32(source, tmp_path / "copy")

@@ -35,8 +35,22 @@ def run(job: TrainingJob, place: Workplace, progress: Progress) -> None:
     """Export the best checkpoint of the rung's last part."""
     progress.tell(phase="export")
     source = train.finished(place.at(part=place.parts - 1 if place.step.rung else 0))
+    if job.start:
+        same_vocabulary(place.root / "converted", source)
     export(source, place.export, job.states.layer_ids[:-1])
     progress.tell(phase="exported", rows_done=1, rows=1, disk=(place.export / "model.safetensors").stat().st_size)
+
+
+def same_vocabulary(start: Path, source: Path) -> None:
+    """Raises RigctlError where a drafter has another vocabulary map than its start: its output rows would mean other words.
+
+    speculators 0.9.0 replaces the map of a start by one of the new data when it is given --draft-vocab-size.
+    """
+    before, after = (headers.read(one / train.WEIGHTS).get("d2t") for one in (start, source))
+    if (before and tensors.data(before)) != (after and tensors.data(after)):
+        raise RigctlError(
+            f"{source} has another vocabulary map (d2t) than its start {start}: its output rows are the start's"
+        )
 
 
 def export(source: Path, destination: Path, layer_ids: list[int]) -> None:
