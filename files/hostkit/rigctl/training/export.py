@@ -42,7 +42,7 @@ def run(job: TrainingJob, place: Workplace, progress: Progress) -> None:
 
 
 def same_vocabulary(start: Path, source: Path) -> None:
-    """Raises RigctlError where a drafter has another vocabulary map than its start: its output rows would mean other words.
+    """Raises RigctlError where a drafter has another vocabulary map than its start: output rows would mean other words.
 
     speculators 0.9.0 replaces the map of a start by one of the new data when it is given --draft-vocab-size.
     """
