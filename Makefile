@@ -18,9 +18,10 @@ override export REVISION := $(value REVISION)
 override export TOKEN_FILE := $(value TOKEN_FILE)
 override export REF := $(value REF)
 override export HOSTS := $(value HOSTS)
+override export NAME := $(value NAME)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain pin reboot status uninstall bench tour diff check test test-drill test-kernel test-engines test-bench test-staging test-upgrade test-breaker add-model release-add lock schemas format
+.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain pin reboot status uninstall bench train tour diff check test test-drill test-kernel test-engines test-bench test-staging test-upgrade test-train test-breaker add-model release-add lock schemas format
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -96,6 +97,9 @@ bench: .venv/run ## INVENTORY=... CONFIGS="a b": measure configurations, then re
 	@$(PIP) --require-hashes -r requirements/bench.txt
 	@$(RIG) bench run $(if $(V),-v) "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${CONFIGS:+--configs="$$CONFIGS"} $${SWEEP:+--sweep="$$SWEEP"}
 
+train: .venv/run ## INVENTORY=... NAME=training [LIMIT=host]: a drafter of your own, from prompts to its catalogue entry
+	@$(RIG) train $(if $(V),-v) "$$INVENTORY" --name "$$NAME" $${LIMIT:+--limit="$$LIMIT"}
+
 tour: .venv/run ## [PAGE=plan|unit|explain|report|talk]: plan, a unit, explanation and report of an 8-card host from recorded facts: no root, no box
 	@$(RIG) tour $(PAGE)
 
@@ -124,6 +128,10 @@ test-drill: supported .venv/ready ## faults of units, adoption and interrupted d
 
 test-upgrade: supported .venv/ready ## the previous version serves, this one deploys over it, a rollback starts (15 minutes)
 	@$(BIN)/python -m pytest -q -x tests/upgrade
+
+test-train: supported .venv/ready ## a drafter trained in a box from clean, served and benchmarked; every stage killed once (20 minutes)
+	@$(PIP) --require-hashes -r requirements/bench.txt
+	@$(BIN)/python -m pytest -q -x tests/training
 
 test-breaker: supported .venv/ready ## what a hostile package, engine, build script, mirror, host or local user can do (10 minutes, a box)
 	@$(BIN)/python -m pytest -q tests/breaker

@@ -25,6 +25,7 @@ VERBS = {
         "explain": ("rig.cli.explain", "what is set on a host, what not, and why"),
         "rollback": ("rig.cli.rollback", "return to environments, units and flags of the deploy before"),
         "bench": ("rig.cli.bench", "measure configurations, report, compare"),
+        "train": ("rig.cli.train", "make a drafter of one's own, publish it"),
         "uninstall": ("rig.cli.uninstall", "remove what the hosts' records list, nothing else"),
     },
     "This machine, no host needed": {

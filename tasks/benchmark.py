@@ -28,7 +28,8 @@ LEDGER = "KIMI_RIG_LEDGER"
 def asked(plan: HostPlan) -> tuple[Derived, HostSweep]:
     """What this host is asked to measure, from its data. Raises PyinfraError, naming the host, when it cannot."""
     name = str(host.data.get("bench_sweep") or "default")
-    wanted = host.data.get("bench_configurations") or list(plan.serving)
+    public = [name for name, entry in plan.serving.items() if not entry.listen.private]
+    wanted = host.data.get("bench_configurations") or public
     configurations = wanted.split() if isinstance(wanted, str) else list(wanted)
     try:
         sweep = find_sweep(name)

@@ -13,9 +13,11 @@ from rig.plan.host_plan import HostPlan
 def engines(plan: HostPlan) -> None:
     files = [File(path, content) for path, content in engine_files(plan).items()]
     present(name="Copy locks and patches", entries=files)
-    undrifted(name="Look for drift", environments=list(plan.environments.values()))
+    undrifted(name="Look for drift", environments=list(plan.built.values()))
+    cache = f"{plan.data.ml_env}/.cache"
+    for name, trainer in plan.trainers.items():
+        environment(name=f"Build the environment of {name}", env=trainer, cache=cache, wheels=plan.data.wheels)
     for name, env in plan.environments.items():
-        cache = f"{plan.data.ml_env}/.cache"
         environment(name=f"Build the environment of {name}", env=env, cache=cache, wheels=plan.data.wheels)
         accepted(
             name=f"Ask {name} for its features and command lines",

@@ -27,7 +27,7 @@ def units(plan: HostPlan) -> None:
     system.enabled_at_boot(name="Choose what starts at boot", wanted=boot, units=names)
     digests = {name: run_specification(plan, name).known_as for name in plan.serving}
     system.running_current(name="Bring running services up to date", digests=digests, restart=plan.data.restart)
-    paths = [env.path for env in plan.environments.values()]
+    paths = [env.path for env in plan.built.values()]
     rollback_states.pruned(name="Remove environments that nothing needs", ml_env=plan.data.ml_env, current=paths)
 
 

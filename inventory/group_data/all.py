@@ -11,11 +11,15 @@ wheels = None
 models = "/shared"
 # Drafters.
 drafters = "/data/eagle3"
+# Trainings of drafters: <training>/<name>. Hidden states of Kimi-K2.5 take 57 KB a token.
+training = "/data/training"
 
 # --- What is installed -----------------------------------------------------------------------------------------------
 
 # Serving configurations of inventory/serving.yaml that this host gets a unit for; None is all of them.
 configurations = None
+# Trainings of inventory/training.yaml that this host can run: it gets their trainer and configurations.
+trainings: list[str] = []
 # A file of inventory/overlays/ that changes catalogue entries for this host.
 catalogue_overlay = None
 # Debian/Ubuntu packages the host needs.

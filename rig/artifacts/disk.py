@@ -38,6 +38,7 @@ KINDS = {
     "log": ("log of a configuration that is not in the plan", "rm -rf {path}"),
     "states": ("states for a rollback", ""),
     "benchmark": ("benchmark", ""),
+    "training": ("answers, hidden states and checkpoints of a training", ""),
 }
 """Kind of `questions` (rig/plan/host_plan.py), or how a recorded checkpoint came -> what it is, what removes it."""
 
@@ -67,7 +68,7 @@ def _needed(plan: HostPlan) -> frozenset[str]:
     """Paths that the plan itself needs, of kinds that may go otherwise."""
     stagings = (path.rpartition("/") for path in plan.checkpoint_paths.values())
     return frozenset(
-        {env.path for env in plan.environments.values()}
+        {env.path for env in plan.built.values()}
         | {f"{parent}/.{name}.partial" for parent, _, name in stagings}
         | {cache_directory(plan, name) for name in plan.serving}
         | {f"{layout.LOGS}/{name}" for name in plan.serving}
@@ -91,7 +92,7 @@ def _yet_to_write(plan: HostPlan) -> Iterator[Item]:
         reserve = Item("room that a staging leaves", path, order(plan, name).reserve_bytes)
         reserves.setdefault(_place(plan, path).device, reserve)
     yield from reserves.values()
-    for environment in plan.environments.values():
+    for environment in plan.built.values():
         if environment.path not in plan.facts.environments:
             yield Item(
                 f"environment {environment.name}", environment.path, ENVIRONMENT_BYTES[environment.release.accelerator]

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from rig.catalog.entries import ROOT, Checkpoint, Configuration
 from rig.plan.command_lines import command_line
-from rig.plan.host_plan import Environment, HostPlan
+from rig.plan.host_plan import Built, HostPlan
 from rigctl.contract import environment_build as contract
 
 
 def engine_files(plan: HostPlan) -> dict[str, bytes]:
     """Lock files and patches the host's environments are made from, for building and for later comparison: by path."""
-    files = {env.lock_on_host: (ROOT / env.lock).read_bytes() for env in plan.environments.values()}
-    for env in plan.environments.values():
+    files = {env.lock_on_host: (ROOT / env.lock).read_bytes() for env in plan.built.values()}
+    for env in plan.built.values():
         if env.release.patches:
             patches = sorted((ROOT / env.release.patches).glob("*.patch"))
             files |= {f"{env.series_on_host}/{path.name}": path.read_bytes() for path in patches}
@@ -63,7 +63,7 @@ def variables(plan: HostPlan, release: str) -> dict[str, list[str]]:
     return dict(sorted(found.items()))
 
 
-def engine(env: Environment) -> contract.Environment:
+def engine(env: Built) -> contract.Environment:
     return contract.Environment(
         path=Path(env.path),
         python=env.python,
@@ -72,7 +72,7 @@ def engine(env: Environment) -> contract.Environment:
     )
 
 
-def environment_build(env: Environment, cache: str, wheels: str | None) -> contract.EnvironmentBuild:
+def environment_build(env: Built, cache: str, wheels: str | None) -> contract.EnvironmentBuild:
     """The order to make it. cache: uv's. wheels: directory with every wheel."""
     return contract.EnvironmentBuild(
         **dict(engine(env)), cache=Path(cache), index=env.release.index, wheels=Path(wheels) if wheels else None

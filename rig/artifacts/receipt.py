@@ -19,7 +19,7 @@ def receipt_items(plan: HostPlan, hostkit: str) -> dict[str, dict[str, Any]]:
         "packages": {"names": plan.packages},
         "user": {"name": plan.data.service_user},
     }
-    for name, env in plan.environments.items():
+    for name, env in plan.built.items():
         items[f"environment/{name}"] = {"path": env.path, "lock": env.lock, "python": env.python}
         if env.release.kernel is not None:
             kernel = env.release.kernel

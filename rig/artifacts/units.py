@@ -17,6 +17,7 @@ from rig.plan.host_plan import HostPlan, both_claim, canonical_digest
 from rigctl.contract import layout
 from rigctl.contract.run_specification import LiveSettings, RunSpecification
 from rigctl.contract.served_checkpoints import DrafterPair, DrafterPairs, ServedCheckpoints
+from rigctl.contract.speculation import EXTRACTS
 
 # Processes of one engine talk over loopback: nothing of theirs listens elsewhere, and the unit's address filter holds.
 # NCCL, Gloo and vLLM otherwise take the first interface that is not loopback (NCCL_SOCKET_IFNAME in NCCL's manual).
@@ -151,7 +152,7 @@ def pairs(plan: HostPlan) -> DrafterPairs:
     for name, configuration in plan.serving.items():
         at = plan.locations(configuration)
         speculation = configuration.speculation
-        if speculation is None or speculation.method == "ngram":
+        if speculation is None or speculation.method in ("ngram", EXTRACTS):
             continue
         # Permissions to go beyond a model's limits; the rest is no business of the fit.
         allowed = {k: v for k, v in engine_environment(plan, configuration).items() if "_ALLOW_" in k}
@@ -246,6 +247,8 @@ def unit_file(plan: HostPlan, name: str) -> str:
             },
         },
         device_allow=plan.settings.device_allow,
+        private=configuration.listen.private,
+        writes=plan.locations(configuration).staging,
         fallback=layout.FALLBACK_UNIT.replace("@", f"@{name}"),
         stop_seconds=limits.drain_seconds + limits.stop_seconds + 30,
         shared_memory=limits.shared_memory,
@@ -284,6 +287,8 @@ def jit_caches(cache: str) -> dict[str, str]:
 
 def credential(plan: HostPlan, configuration: Configuration) -> str | None:
     """The file of the key that an engine demands; None for one that demands none."""
+    if configuration.listen.private:
+        return None
     if plan.behind_edge(configuration):
         return layout.ENGINE_KEY
     return layout.API_KEY if plan.data.api_key_file else None

@@ -154,6 +154,7 @@ CAUSES: Mapping[str, Mapping[Cause, tuple[Why, Experiment]]] = {
         "temperature": _TEMPERATURE,
         "quality": (_quality, lambda _: "fewer steps: beyond its own layers a head drafts from its own drafts"),
     },
+    "extract_hidden_states": {},  # drafts nothing
     "ngram": {
         "no repetition": (
             _repetition,

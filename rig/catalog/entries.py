@@ -31,6 +31,8 @@ from pydantic import (
 
 from rig.catalog.canary import GENERAL, canary_prompts
 from rig.catalog.defaults import DRAFTERS_DRAFT, Defaults, with_defaults
+from rig.catalog.drafter_training import DrafterTraining
+from rig.catalog.drafter_training import faults as training_faults
 from rig.catalog.kept_layers import Memory
 from rig.catalog.speculation_flags import FLAGS
 from rig.catalog.yaml_source import CatalogError, Document, load
@@ -54,15 +56,15 @@ from rigctl.contract.order import Part, keys, nearest, words
 from rigctl.contract.order import place as place_of
 from rigctl.contract.served_checkpoints import Provenance, Training
 from rigctl.contract.sources import HubSource, Source
-from rigctl.contract.speculation import WITH_DRAFTER, Method, check_drafter
+from rigctl.contract.speculation import EXTRACTS, WITH_DRAFTER, Method, check_drafter
 from rigctl.errors import RigctlError
 
 ROOT = Path(__file__).resolve().parents[2]
 INVENTORY_VARIABLE = "KIMI_RIG_INVENTORY"
-SECTIONS = ("serving", "checkpoints", "releases", "families")
+SECTIONS = ("serving", "checkpoints", "releases", "families", "training")
 ADDED = "add"
 """Section of an overlay with entries that the catalogues do not have."""
-OPTIONAL = ("families",)
+OPTIONAL = ("families", "training")
 """Catalogues that an inventory may do without."""
 
 # systemd allows 255 characters in a unit name, with prefix and suffix (systemd.unit(5)).
@@ -193,6 +195,14 @@ class Listen(Entry):
     """Networks that may reach an address beyond loopback, as 10.0.0.0/8; none named: everyone."""
     open_without_key: bool = False
     """In as many words: whoever reaches the address may use the engine. February's runs were such."""
+    private: bool = False
+    """In a network of its own, without a key: nobody reaches it but the stages of a training, which join it."""
+
+    @model_validator(mode="after")
+    def _private_is_alone(self) -> Self:
+        if self.private and (self.networks or self.open_without_key or not self.loopback):
+            raise ValueError("private: nobody else reaches it; leave host, networks and open_without_key out")
+        return self
 
     @property
     def loopback(self) -> bool:
@@ -215,13 +225,18 @@ class Speculation(Entry):
     draft_tokens: Annotated[int, Field(ge=2)] | None = None
     """SGLang only; topk 1 forces steps + 1 (engines.md, section 2)."""
     options: dict[str, Any] = {}
-    """Further keys of vLLM's --speculative-config, such as attention_backend."""
+    """Further keys of vLLM's --speculative-config, such as attention_backend; of --kv-transfer-config where states are
+    extracted."""
+    layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """extract_hidden_states only: layers whose input is written down; the number of layers is what the head reads."""
     break_even_length: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
     """Acceptance length below which it is slower than no drafter, once measured; the host's acceptance_floor else."""
 
     @model_validator(mode="after")
     def _drafter_where_the_method_has_one(self) -> Self:
         check_drafter(self.method, self.drafter)
+        if (self.method == EXTRACTS) != (self.layers is not None):
+            raise ValueError(f"layers: {EXTRACTS} needs them, no other method has them")
         return self
 
     @property
@@ -430,22 +445,17 @@ class Kernel(KernelLibrary):
     patches: Annotated[str, StringConstraints(pattern=r"^files/patches(/\w[\w.-]*)+$")] | None = None
 
 
-class Release(Entry):
-    """One engine release: what is installed, how it is started, what is known of it."""
+class Locked(Entry):
+    """What is installed from a lock, in an environment of its own."""
 
-    engine: EngineName
     version: Text
     package: Distribution
-    """Name of the distribution that carries the engine."""
-    launch: Annotated[list[Text], Field(min_length=1)]
-    """Arguments after the environment's python."""
+    """Name of the distribution that it is there for."""
     lock: Annotated[str, StringConstraints(pattern=r"^files/locks/[\w.-]+(\{python\})?[\w.-]*\.txt$")]
     """Lock file with hashes; {python} stands for 311 or 312."""
     python: Annotated[list[Literal["3.11", "3.12"]], Field(min_length=1)]
     accelerator: Literal["cuda", "cpu"] = "cuda"
     patches: Annotated[str, StringConstraints(pattern=r"^files/patches(/\w[\w.-]*)+$")] | None = None
-    features: list[Text] = []
-    """Features to ask of the installed code (rigctl probe) beyond what its configurations need."""
     index: Index | None = None
     kernel: Kernel | None = None
     """Its kernel library, where that is a package of its own (docs/reference/kernel.md)."""
@@ -456,6 +466,22 @@ class Release(Entry):
     """Debian/Ubuntu packages its libraries need."""
     environment: Variables = {}
     """Variables every configuration of this release needs."""
+
+
+class Trainer(Locked):
+    """A release that trains drafters and serves nothing."""
+
+    kind: Literal["trainer"]
+
+
+class Release(Locked):
+    """One engine release: what is installed, how it is started, what is known of it."""
+
+    engine: EngineName
+    launch: Annotated[list[Text], Field(min_length=1)]
+    """Arguments after the environment's python."""
+    features: list[Text] = []
+    """Features to ask of the installed code (rigctl probe) beyond what its configurations need."""
     known_bad: list[KnownBad] = []
     drain: Literal["none", "signal", "flag"] = "none"
     """What it does with running requests when it is asked to stop: drops them ("none": we wait before we ask), finishes
@@ -468,7 +494,7 @@ class Release(Entry):
     """What the host's edge lets through to it."""
 
 
-E_ = TypeVar("E_", bound=Entry)
+E_ = TypeVar("E_", bound=Part)
 
 
 @dataclass(frozen=True)
@@ -479,6 +505,9 @@ class Catalog:
     checkpoints: Mapping[str, Checkpoint]
     releases: Mapping[str, Release]
     families: Mapping[str, Family] = field(default_factory=dict)
+    training: Mapping[str, DrafterTraining] = field(default_factory=dict)
+    trainers: Mapping[str, Trainer] = field(default_factory=dict)
+    """Releases of kind trainer."""
     defaults: Mapping[str, Defaults] = field(default_factory=dict)
     """By configuration: what its entry left to the family and to the checkpoints."""
 
@@ -507,11 +536,14 @@ def _load(overlay: str | None, inventory: Path) -> Catalog:
     findings: list[Finding] = []
     documents["serving"] = _resolve_extends(documents["serving"], findings)
     documents["serving"], defaults = with_defaults(documents)
+    trainers, engines = _by_kind(documents["releases"])
     catalog = Catalog(
         _parse(documents["serving"], Configuration, "serving", findings),
         _parse(documents["checkpoints"], Checkpoint, "checkpoints", findings),
-        _parse(documents["releases"], Release, "releases", findings),
+        _parse(engines, Release, "releases", findings),
         _parse(documents["families"], Family, "families", findings),
+        _parse(documents["training"], DrafterTraining, "training", findings),
+        _parse(trainers, Trainer, "releases", findings),
         defaults,
     )
     if not documents["serving"].data and not findings:
@@ -522,6 +554,15 @@ def _load(overlay: str | None, inventory: Path) -> Catalog:
     if findings:
         raise CatalogError(_told(findings))
     return catalog
+
+
+def _by_kind(releases: Document) -> tuple[Document, Document]:
+    """Releases that state a kind, and those of engines."""
+    others = {name for name, value in releases.data.items() if isinstance(value, Mapping) and "kind" in value}
+    return (
+        Document({name: value for name, value in releases.data.items() if name in others}, releases.places),
+        Document({name: value for name, value in releases.data.items() if name not in others}, releases.places),
+    )
 
 
 @dataclass(frozen=True)
@@ -683,6 +724,9 @@ def _cross_check(catalog: Catalog, documents: Mapping[str, Document]) -> Iterato
             if value is False and (why := refused_false(configuration.release, key)):
                 yield finding(["flags", key], why)
         yield from _check_current(name, configuration, catalog, finding)
+    for name, training in catalog.training.items():
+        for keys_, message in training_faults(training, catalog.serving, catalog.checkpoints, catalog.trainers):
+            yield Finding(str(documents["training"].place((name, *keys_))), "training", (name, *keys_), message)
     yield from _check_compared(catalog, documents["serving"])
     yield from _check_checkpoints(catalog, documents["checkpoints"])
     yield from _check_traps(catalog, documents["releases"])
@@ -703,7 +747,7 @@ def _check_compared(catalog: Catalog, document: Document) -> Iterator[Finding]:
     """Configurations of one target on the same GPUs are compared: one limit of running requests for all of them."""
     compared: dict[tuple[object, ...], dict[str, int | None]] = {}
     for name, entry in catalog.serving.items():
-        if entry.accept.unequal_limit is None:
+        if entry.accept.unequal_limit is None and not entry.listen.private:
             compared.setdefault((entry.target, *sorted(entry.gpus)), {})[name] = entry.max_running_requests
     for limits in compared.values():
         counted = Counter(limits.values())
@@ -848,6 +892,11 @@ def _check_speculation(configuration: Configuration, catalog: Catalog, finding: 
         yield finding([key, "draft_tokens"], f"topk 1 forces steps + 1 = {speculation.steps + 1}")
     if release is None:
         return
+    if (release.engine, method) not in FLAGS:
+        yield finding([key, "method"], f"{release.engine} has no {method}")
+        return
+    if method == EXTRACTS and not configuration.listen.private:
+        yield finding(["listen"], f"{method} writes down what it is asked: say `listen: {{private: true}}`")
     if release.engine == "sglang" and speculation.options:
         yield finding([key, "options"], "is for vLLM's --speculative-config; SGLang takes such as `flags`")
     if release.engine == "vllm" and speculation.topk != 1:

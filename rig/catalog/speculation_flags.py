@@ -11,7 +11,7 @@ from typing import Any
 
 from rigctl.contract.speculation import Method
 
-DRAFTER, STEPS, TOPK, VERIFIED = "{drafter}", "{steps}", "{topk}", "{verified}"
+DRAFTER, STEPS, TOPK, VERIFIED, LAYERS = "{drafter}", "{steps}", "{topk}", "{verified}", "{layers}"
 """Stand for values of a configuration; `verified` are the drafted tokens and the bonus token."""
 
 
@@ -46,6 +46,17 @@ FLAGS: Mapping[tuple[str, Method], Flags] = {
     ("vllm", "dflash"): _vllm("dflash", model=DRAFTER),
     # A family's own word, such as glm4_moe_mtp, becomes mtp (SpeculativeConfig.__post_init__); the model is the target.
     ("vllm", "mtp"): _vllm("mtp"),
+    # Known to 0.17.1; tried with 0.32.0. Its connector (`connector`) writes the states: both must be there.
+    ("vllm", "extract_hidden_states"): Flags(
+        "extract_hidden_states",
+        {
+            "speculative-config": {
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": LAYERS}},
+            }
+        },
+    ),
     # prompt_lookup_min and prompt_lookup_max are 5 unless `options` says otherwise.
     ("vllm", "ngram"): _vllm("ngram"),
     ("sglang", "eagle3"): _sglang("EAGLE3", speculative_draft_model_path=DRAFTER, **_CHAIN),
@@ -58,6 +69,19 @@ FLAGS: Mapping[tuple[str, Method], Flags] = {
     # topk becomes speculative-ngram-max-bfs-breadth. CUDA only.
     ("sglang", "ngram"): _sglang("NGRAM", speculative_num_draft_tokens=VERIFIED),
 }
+
+
+def connector(staging: str, options: Mapping[str, str]) -> dict[str, Any]:
+    """vLLM's --kv-transfer-config for hidden states. staging: directory that they are written to.
+
+    options: further keys, such as another connector with its module.
+    """
+    return {
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": staging},
+        **options,
+    }
 
 
 def filled(template: Any, values: Mapping[str, Any]) -> Any:

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from rig.catalog.entries import Configuration
 from rig.host.evidence import Report
+from rigctl.contract.speculation import EXTRACTS
 
 ENGINES = ("vllm", "sglang")
 ACS_UNIT = "kimi-acs.service"
@@ -167,7 +168,7 @@ def with_host(configuration: Configuration, engine: str, settings: HostSettings)
         return configuration
     chosen = settings.engine_flags.get(engine, {})
     flags = {name: True if value == "true" else value for name, value in chosen.items()}
-    drafts = configuration.speculation is not None and configuration.speculation.method != "ngram"
+    drafts = configuration.speculation is not None and configuration.speculation.method not in ("ngram", EXTRACTS)
     kind = "eagle3" if drafts else "base"
     if int(str(configuration.flags.get("decode-context-parallel-size", 1))) >= 8 and kind == "eagle3":
         kind = "eagle3-dcp8"

@@ -13,7 +13,7 @@ from rig.artifacts.engine_inputs import environment_build
 from rig.facts.state import JsonFile, Lines
 from rig.operations import jobs
 from rig.operations.common import Commands, note, notice, refuse, remember, script
-from rig.plan.host_plan import Environment, canonical_digest
+from rig.plan.host_plan import Built, Environment, canonical_digest
 from rigctl.contract import layout
 
 # In an environment that is complete (rigctl/engines/environment.py).
@@ -21,7 +21,7 @@ STAMP = "kimi-rig.json"
 
 
 @operation()
-def environment(env: Environment, cache: str, wheels: str | None = None) -> Commands:
+def environment(env: Built, cache: str, wheels: str | None = None) -> Commands:
     """The environment of one release is complete, and `<ml_env>/<release>/current` points to it.
 
     It is named by the digest of its inputs, so an existing complete one is right by construction. cache: uv's cache on
@@ -64,7 +64,7 @@ def switch(path: str) -> list[str]:
 
 
 @operation()
-def undrifted(environments: Sequence[Environment]) -> Commands:
+def undrifted(environments: Sequence[Built]) -> Commands:
     """No file of an environment has changed since it was proved; nothing is repaired under a running engine.
 
     One that is yet to be built has nothing to compare. All at once: each takes a core for a second or two.
@@ -85,7 +85,7 @@ def undrifted(environments: Sequence[Environment]) -> Commands:
         host.noop(f"{len(environments)} environments are as they were installed")
 
 
-def _drift_check(env: Environment) -> str:
+def _drift_check(env: Built) -> str:
     check = shlex.join([layout.RIGCTL, "drift", "check", "--env", env.path])
     return f"{{ [ ! -e {shlex.quote(f'{env.path}/{STAMP}')} ] || {check} | sed 's/^/{env.name} /'; }}"
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rig.catalog.entries import Configuration, FlagValue, Release, Speculation, negative_form
-from rig.catalog.speculation_flags import DRAFTER, FLAGS, STEPS, TOPK, VERIFIED, filled
+from rig.catalog.speculation_flags import DRAFTER, FLAGS, LAYERS, STEPS, TOPK, VERIFIED, connector, filled
+from rigctl.contract.speculation import EXTRACTS
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Locations:
     python: str
     target: str
     drafter: str | None
+    staging: str | None = None
+    """Where an extraction of hidden states writes."""
 
 
 def command_line(
@@ -80,8 +83,16 @@ def _sglang(configuration: Configuration, at: Locations) -> dict[str, FlagValue]
 def _speculation(engine: str, speculation: Speculation | None, at: Locations) -> dict[str, FlagValue]:
     if speculation is None:
         return {}
-    values = {DRAFTER: at.drafter, STEPS: speculation.steps, TOPK: speculation.topk, VERIFIED: speculation.verified}
+    values: dict[str, Any] = {
+        DRAFTER: at.drafter,
+        STEPS: speculation.steps,
+        TOPK: speculation.topk,
+        VERIFIED: speculation.verified,
+    }
+    values[LAYERS] = speculation.layers
     flags: dict[str, FlagValue] = filled(FLAGS[engine, speculation.method].flags, values)
+    if speculation.method == EXTRACTS:
+        return {**flags, "kv-transfer-config": connector(str(at.staging), speculation.options)}
     if speculation.options:  # of vLLM alone (rig/catalog/entries.py)
         flags = {name: {**value, **speculation.options} for name, value in flags.items() if isinstance(value, dict)}
     return flags

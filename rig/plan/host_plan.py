@@ -19,11 +19,13 @@ from pyinfra.api.arguments import all_global_arguments
 from pyinfra.api.connectors import get_all_connectors
 
 from rig.catalog.defaults import Defaults
+from rig.catalog.drafter_training import DrafterTraining
 from rig.catalog.entries import (
     ROOT,
     Catalog,
     Checkpoint,
     Configuration,
+    Locked,
     Package,
     Release,
     load_catalog,
@@ -43,6 +45,7 @@ from rigctl.contract.fields import HostPath, Text
 from rigctl.contract.limits import Limits
 from rigctl.contract.order import faults, nearest
 from rigctl.contract.sources import HubSource
+from rigctl.contract.speculation import EXTRACTS
 
 # The interpreter of each supported distribution (os-release ID-VERSION_ID), known before anything is installed.
 DISTRIBUTION_PYTHON = {"debian-12": "3.11", "ubuntu-24.04": "3.12"}
@@ -54,8 +57,8 @@ NCCL = "nvidia-nccl-cu"
 HUB = "https://huggingface.co"
 """Where a repository lies that names no endpoint (huggingface_hub's default)."""
 
-COMMAND_KEYS = {"bench_sweep", "bench_configurations", "rollback_to", "rollback_again"}
-"""Read by tasks/benchmark.py and tasks/rollback.py, not part of a plan."""
+COMMAND_KEYS = {"bench_sweep", "bench_configurations", "rollback_to", "rollback_again", "train"}
+"""Read by tasks/benchmark.py, rollback.py and train.py, not part of a plan."""
 
 
 def _service_user(name: str) -> str:
@@ -76,6 +79,8 @@ class HostData(BaseModel):
     wheels: HostPath | None = None
     models: HostPath
     drafters: HostPath
+    training: HostPath = "/data/training"
+    trainings: list[str] = []
     configurations: list[str] | None = None
     catalogue_overlay: Text | None = None
     base_packages: list[Package]
@@ -105,20 +110,14 @@ class HostData(BaseModel):
 
 
 @dataclass(frozen=True)
-class Environment:
-    """One engine environment: <ml_env>/<release>/<digest>, where the digest covers all that goes in."""
+class Built:
+    """One environment: <ml_env>/<release>/<digest>, where the digest covers all that goes in."""
 
     name: str
-    release: Release
+    release: Locked
     python: str
     lock: str
     path: str
-    carries_nvcc: bool = False
-    """The lock brings a CUDA compiler."""
-    nccl: str | None = None
-    """Version of NCCL in the lock; None where there is none."""
-    cuda_home: str | None = None
-    """The CUDA toolkit it compiles with at serve time, where one is on the host."""
 
     @property
     def interpreter(self) -> str:
@@ -132,6 +131,19 @@ class Environment:
     def series_on_host(self) -> str | None:
         """Directory of the patch series on the host; None for a release that needs none."""
         return f"{layout.PATCHES}/{self.name}" if self.release.patches else None
+
+
+@dataclass(frozen=True)
+class Environment(Built):
+    """The environment of an engine."""
+
+    release: Release
+    carries_nvcc: bool = False
+    """The lock brings a CUDA compiler."""
+    nccl: str | None = None
+    """Version of NCCL in the lock; None where there is none."""
+    cuda_home: str | None = None
+    """The CUDA toolkit it compiles with at serve time, where one is on the host."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,11 +168,19 @@ class HostPlan:
     """By configuration: what its entry left to the family and to the checkpoints."""
     derived_from: Mapping[str, str] = field(default_factory=dict)
     """Drafters that exist for a benchmark only -> the checkpoint whose files they are."""
+    trainings: Mapping[str, DrafterTraining] = field(default_factory=dict)
+    trainers: Mapping[str, Built] = field(default_factory=dict)
+    """Environments in which drafters are trained, by release."""
+
+    @property
+    def built(self) -> Mapping[str, Built]:
+        """Every environment: those of engines, then those of trainers."""
+        return {**self.environments, **self.trainers}
 
     @property
     def packages(self) -> list[str]:
         """System packages of the host and of the engine releases it gets."""
-        engines = (name for env in self.environments.values() for name in env.release.system_packages)
+        engines = (name for env in self.built.values() for name in env.release.system_packages)
         # setpci, for the bridges above the cards.
         host = {"pciutils"} if ACS_UNIT in self.settings.boot_units else set()
         kernels = {name for env in self.environments.values() for name in kernel_packages(env.release)}
@@ -178,7 +198,7 @@ class HostPlan:
 
     def behind_edge(self, configuration: Configuration) -> bool:
         """Whether clients reach it through the edge: its key is the host's own then."""
-        return self.edge is not None and self.edge.before(configuration)
+        return self.edge is not None and not configuration.listen.private and self.edge.before(configuration)
 
     def locations(self, configuration: Configuration) -> Locations:
         """The paths a configuration's command line names."""
@@ -186,6 +206,7 @@ class HostPlan:
             python=self.environments[configuration.release].interpreter,
             target=self.checkpoint_paths[configuration.target],
             drafter=self._drafter(configuration.drafter, configuration.release) if configuration.drafter else None,
+            staging=f"{self.data.training}/staging/{configuration.target}" if _extracts(configuration) else None,
         )
 
     def workload(self, configuration: Configuration) -> Workload:
@@ -208,6 +229,10 @@ class HostPlan:
 
     def _drafter(self, name: str, release: str) -> str:
         return overlay_path(name, release) if writes_ids(self.checkpoints[name]) else self.checkpoint_paths[name]
+
+
+def _extracts(configuration: Configuration) -> bool:
+    return configuration.speculation is not None and configuration.speculation.method == EXTRACTS
 
 
 def workload_of(configuration: Configuration, release: Release, nccl: str | None) -> Workload:
@@ -272,7 +297,7 @@ def questions(data: Mapping[str, Any]) -> dict[str, Any]:
     used = _chosen(host, catalog).values()
     names = {name for one in used for name in one.used}
     folders = sorted(_checkpoint_path(catalog.checkpoints[name], host) for name in names)
-    paths = [host.ml_env, host.models, host.drafters]
+    paths = [host.ml_env, host.models, host.drafters, *([host.training] if host.trainings else [])]
     # A checkpoint may lie elsewhere: its space is then asked of its own folder.
     elsewhere = [path for path in folders if not any(path.startswith(f"{above}/") for above in paths)]
     hubs: dict[str, list[str]] = {}
@@ -310,6 +335,8 @@ def _ours_on_disk(host: HostData, folders: Sequence[str]) -> Iterator[tuple[str,
     yield "log", f"{layout.LOGS}/*"
     yield "states", layout.STATES
     yield "benchmark", f"{layout.STATE}/bench"
+    if host.trainings:
+        yield "training", f"{glob.escape(host.training)}/*"
 
 
 def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings) -> HostPlan:
@@ -323,15 +350,18 @@ def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings
     edge, serving = reached(host, _chosen(host, catalog))
     python = _python_of(distribution)
     names = sorted({configuration.target for configuration in serving.values()})
-    names += sorted({one.drafter for one in serving.values() if one.drafter})
+    trainings = {name: catalog.training[name] for name in host.trainings}
+    drafters = {one.drafter for one in serving.values() if one.drafter}
+    names += sorted(drafters.union(*(one.drafters for one in trainings.values())))
     checkpoints = {name: catalog.checkpoints[name] for name in names}
     paths = {name: _checkpoint_path(entry, host) for name, entry in checkpoints.items()}
     for name, other in overlapping(paths):
         where = f"{name} would lie at {paths[name]}, {other} at {paths[other]}"
         raise CatalogError(f"host data models, drafters: checkpoint {where}: each needs a directory of its own")
-    _refuse_own_places({"ml_env": host.ml_env, "models": host.models, "drafters": host.drafters, **paths})
+    ours = {"ml_env": host.ml_env, "models": host.models, "drafters": host.drafters}
+    _refuse_own_places({**ours, **paths, **({"training": host.training} if trainings else {})})
     releases = sorted({configuration.release for configuration in serving.values()})
-    return HostPlan(
+    plan = HostPlan(
         data=host,
         distribution=distribution,
         settings=settings,
@@ -341,7 +371,17 @@ def host_plan(data: Mapping[str, Any], distribution: str, settings: HostSettings
         checkpoint_paths=paths,
         edge=edge,
         defaults=catalog.defaults,
+        trainings=trainings,
+        trainers={one.trainer: _trainer(one.trainer, catalog, python, host) for one in trainings.values()},
     )
+    for name, training in trainings.items():
+        answers = plan.serving[training.answers.configuration]
+        if not answers.listen.private and (plan.behind_edge(answers) or host.api_key_file):
+            raise CatalogError(
+                f"training.{name}.answers: {training.answers.configuration} asks for a key here, and the client sends "
+                "none: name a configuration with `listen: {private: true}` that extends it"
+            )
+    return plan
 
 
 def _refuse_own_places(paths: Mapping[str, str]) -> None:
@@ -398,8 +438,13 @@ def _host_data(data: Mapping[str, Any]) -> HostData:
 
 
 def _chosen(host: HostData, catalog: Catalog) -> dict[str, Configuration]:
-    tried = [name for name, entry in catalog.serving.items() if entry.unproved is None]
+    tried = [name for name, entry in catalog.serving.items() if entry.unproved is None and not entry.listen.private]
     names = tried if host.configurations is None else host.configurations
+    if missing := [name for name in host.trainings if name not in catalog.training]:
+        there = ", ".join(catalog.training) or "none"
+        raise CatalogError(f"host data trainings: {', '.join(missing)} is not in training.yaml (there are: {there})")
+    asked = (one for name in host.trainings for one in catalog.training[name].configurations)
+    names = list(dict.fromkeys([*names, *asked]))
     unknown = [name for name in names if name not in catalog.serving]
     for boot in host.at_boot:
         if boot not in names:
@@ -435,7 +480,9 @@ def chosen_serving(data: Mapping[str, Any]) -> tuple[HostData, dict[str, Configu
 def reached(host: HostData, serving: Mapping[str, Configuration]) -> tuple[Edge | None, dict[str, Configuration]]:
     """The edge of a host, and its configurations as their engines listen. Raises CatalogError."""
     check_listening(host, serving)
-    return edge_of(host.edge, host.api_key_file, serving)
+    public = {name: entry for name, entry in serving.items() if not entry.listen.private}
+    edge, moved = edge_of(host.edge, host.api_key_file, public)
+    return edge, {name: moved.get(name, entry) for name, entry in serving.items()}
 
 
 def check_listening(host: HostData, serving: Mapping[str, Configuration]) -> None:
@@ -456,11 +503,22 @@ def _python_of(distribution: str) -> str:
     return DISTRIBUTION_PYTHON[distribution]
 
 
-def _environment(name: str, release: Release, python: str, host: HostData) -> Environment:
+def _trainer(name: str, catalog: Catalog, python: str, host: HostData) -> Built:
+    release = catalog.trainers[name]
+    lock, digest = _lock_of(name, release, python)
+    return Built(name, release, python, lock, f"{host.ml_env}/{name}/{digest}")
+
+
+def _lock_of(name: str, release: Locked, python: str) -> tuple[str, str]:
+    """The lock of a release for a Python, and the digest of what its environment is made from."""
     if python not in release.python:
         raise CatalogError(f"releases.{name} has no lock for Python {python}, which is this host's")
     lock = release.lock.format(python=python.replace(".", ""))
-    digest = _environment_digest(lock, python, release.patches)
+    return lock, _environment_digest(lock, python, release.patches)
+
+
+def _environment(name: str, release: Release, python: str, host: HostData) -> Environment:
+    lock, digest = _lock_of(name, release, python)
     if release.kernel is not None:
         tools = release.kernel.toolchain.lock.format(python=python.replace(".", ""))
         list(_inputs(tools, release.kernel.patches))

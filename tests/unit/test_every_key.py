@@ -79,6 +79,8 @@ ELSEWHERE: dict[str, str] = {
     "Configuration.target": SANDBOX,
     "Configuration.listen.networks": "tests/drill/test_units_drill.py::"
     "test_the_api_without_a_key_with_a_wrong_one_and_from_another_address",
+    "Configuration.listen.private": "tests/training/test_train.py::test_nobody_else_reaches_the_extraction",
+    "Configuration.speculation.layers": "tests/training/test_train.py::test_states_are_those_of_the_target",
     "Configuration.listen.open_without_key": "no engine: whether a plan takes an address that others reach",
     "Checkpoint.role": STAGED,
     "Checkpoint.path": STAGED,

@@ -19,7 +19,7 @@ from rig.host.settings import settings_from_gpus
 from rig.plan.command_lines import Locations, command_line
 from rig.plan.host_plan import HostPlan, host_plan
 from rigctl import engine_registry
-from rigctl.contract.speculation import WITH_DRAFTER, Method
+from rigctl.contract.speculation import EXTRACTS, WITH_DRAFTER, Method
 from rigctl.errors import RigctlError
 from tests.support.plans import INVENTORY, catalog, data
 
@@ -131,7 +131,11 @@ WRONG = [
         "glm-mtp.speculation: mtp has no drafter: leave it out",
     ),
     ("  heads: {mtp: {steps: 5}}\n", "", "glm-mtp.speculation.method: checkpoints.glm names no head of its own"),
-    ("method: ngram, steps: 5}", "method: ngramm}", "Input should be 'eagle3', 'dflash', 'mtp' or 'ngram'"),
+    (
+        "method: ngram, steps: 5}",
+        "method: ngramm}",
+        "should be 'eagle3', 'dflash', 'mtp', 'ngram' or",
+    ),
     (
         "{drafter: block-drafter, steps: 7}",
         "{method: eagle3, drafter: block-drafter}",
@@ -168,18 +172,32 @@ def test_a_method_that_cannot_be_is_refused(methods: Path, right: str, wrong: st
 @pytest.mark.parametrize(("release", "method"), [(name, method) for name in RECORDS for method in get_args(Method)])
 def test_a_release_that_knows_a_method_has_its_flags(release: str, method: Method) -> None:
     entry = catalog().releases.get(release) or load_catalog(None, ROOT / "inventory").releases[release]
+    if method == EXTRACTS and entry.engine == "sglang":
+        assert (entry.engine, method) not in FLAGS
+        return
     record, wanted = RECORDS[release], FLAGS[entry.engine, method]
     known = wanted.word in record["registry"]["methods"]
-    assert known or (method == "dflash" and release in ("vllm-0.16.0", "vllm-0.17.1", "sglang-0.5.9"))
+    assert (
+        known
+        or (method == "dflash" and release in ("vllm-0.16.0", "vllm-0.17.1", "sglang-0.5.9"))
+        or (method == EXTRACTS and release == "vllm-0.16.0")
+    )
     if known:
         configuration = (
             catalog()
             .serving["vllm-base"]
             .model_copy(
-                update={"speculation": Speculation(method=method, drafter="d" if method in WITH_DRAFTER else None)}
+                update={
+                    "speculation": Speculation(
+                        method=method,
+                        drafter="d" if method in WITH_DRAFTER else None,
+                        layers=[1, 2] if method == EXTRACTS else None,
+                    )
+                }
             )
         )
-        argv = command_line(configuration, entry, Locations("/python", "/target", "/drafter"))
+        argv = command_line(configuration, entry, Locations("/python", "/target", "/drafter", "/staging"))
+        assert ("/staging" in " ".join(argv)) == (method == EXTRACTS)
         assert {word for word in argv if word.startswith("--speculative")} <= record["options"].keys()
         assert ("/drafter" in " ".join(argv)) == (method in WITH_DRAFTER)
 

@@ -29,6 +29,7 @@ MODULES: dict[str, str] = {
     "switch": "rigctl.services.switching",
     # Only on hosts with a generated checkpoint.
     **({"tiny-model": "rigctl.tiny_models"} if importlib.util.find_spec("rigctl.tiny_models") else {}),
+    "train": "rigctl.training.commands",
     "warm": "rigctl.services.warming",
 }
 """Module by the subcommand of its own name; some register further ones."""

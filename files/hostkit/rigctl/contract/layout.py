@@ -26,6 +26,9 @@ PATCHES = f"{ETC}/patches"
 KERNELS = f"{ETC}/kernels"
 """Specifications of kernel wheels, one a release (rigctl kernel)."""
 
+TRAINING = f"{ETC}/training"
+"""Orders of trainings, and their prompts (rigctl train)."""
+
 STATE = "/var/lib/kimi-rig"
 SERVING = f"{STATE}/serving"
 """Facts of serving configurations that outlive a boot, a directory each."""
@@ -43,6 +46,8 @@ STATES = f"{STATE}/states"
 PRESENT_STATE = f"{STATES}/present.json"
 STATES_KEPT = 8
 """As many states as a host keeps, the newest ones (rigctl prune)."""
+TRAINED = f"{STATE}/training"
+"""Root's: what served before a training, and what it published."""
 CREATED = f"{STATE}/created"
 """Append-only list of what we brought to the host; uninstall removes these and nothing else."""
 
@@ -75,3 +80,11 @@ def specification_path(configuration: str) -> str:
 
 def unit_name(configuration: str) -> str:
     return f"kimi-{configuration}.service"
+
+
+def training_path(name: str) -> str:
+    return f"{TRAINING}/{name}.json"
+
+
+def training_unit(name: str) -> str:
+    return f"kimi-job-train-{name}.service"

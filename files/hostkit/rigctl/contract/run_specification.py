@@ -14,7 +14,7 @@ from rigctl.contract.fields import ListenAddress, Text
 from rigctl.contract.limits import Limits
 from rigctl.contract.order import Document, Order, Part, extended
 from rigctl.contract.served_checkpoints import ServedCheckpoints
-from rigctl.contract.speculation import Method, Speculation
+from rigctl.contract.speculation import EXTRACTS, Method, Speculation
 
 Names = dict[str, str]
 
@@ -154,6 +154,8 @@ class RunSpecification(Order):
     @property
     def acceptance_floor(self) -> float:
         """Acceptance length below which speculation costs more than it brings: measured here, or the host's default."""
+        if self.method == EXTRACTS:
+            return 1.0
         known = self.speculation.break_even_length if self.speculation else None
         return known or self.limits.acceptance_floor
 

@@ -7,12 +7,16 @@ from pydantic import Field, model_validator
 from rigctl.contract.fields import Text
 from rigctl.contract.order import Part
 
-Method = Literal["eagle3", "dflash", "mtp", "ngram"]
+Method = Literal["eagle3", "dflash", "mtp", "ngram", "extract_hidden_states"]
 """eagle3, dflash: a drafter of its own predicts from the target's hidden states, one token after another or a block at
 once. mtp: layers in the target's own checkpoint predict the tokens after the next one. ngram: what followed the same
-words earlier in the text is drafted again."""
+words earlier in the text is drafted again. extract_hidden_states: nothing is drafted; the states of some layers are
+written down for a training, and the engine counts drafts of which none is accepted."""
 WITH_DRAFTER: tuple[Method, ...] = ("eagle3", "dflash")
 """Methods that need a checkpoint of their own."""
+
+
+EXTRACTS: Method = "extract_hidden_states"
 
 
 def check_drafter(method: Method, drafter: str | None) -> None:

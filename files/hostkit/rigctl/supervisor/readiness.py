@@ -14,6 +14,7 @@ import requests
 
 from rigctl.contract.foreign import one_line
 from rigctl.contract.limits import Limits
+from rigctl.contract.speculation import EXTRACTS
 from rigctl.errors import RigctlError
 from rigctl.supervisor.engine_client import BAD_ANSWERS, Engine, Speculation
 
@@ -91,8 +92,8 @@ def accept(engine: Engine) -> dict[str, Any]:
         probes.append(("tool_call", lambda: _tool_call(engine)))
     if specification.speculation:
         before = _counters(engine)
-        by_text = specification.speculation.method == "ngram"
-        probes.append(("speculation", lambda: (_ngram if by_text else _speculation)(engine, before)))
+        how = {"ngram": _ngram, EXTRACTS: _extraction}.get(specification.speculation.method, _speculation)
+        probes.append(("speculation", lambda: how(engine, before)))
     if specification.api_key:
         probes.append(("routes", lambda: _routes(engine, Engine(specification))))
     proved: dict[str, Any] = {}
@@ -213,6 +214,14 @@ def _ngram(engine: Engine, before: Speculation | None) -> dict[str, Any]:
         if _copies(f"{reasoning_of(message)}\n{message.get('content') or ''}"):
             raise
     return {"drafts": 0, "found": "the model did not repeat the text, so there was nothing to draft"}
+
+
+def _extraction(engine: Engine, before: Speculation | None) -> dict[str, Any]:
+    """What writes states down counts a draft a step, and drafts nothing that could be accepted."""
+    proved = _speculation(engine, before)
+    if proved.get("accepted"):
+        raise NotAccepted(f"speculation: {proved['accepted']} tokens were accepted, where nothing is to be drafted")
+    return proved
 
 
 def _copies(text: str) -> bool:

@@ -1,0 +1,46 @@
+"""A box that trains; its catalogues are a copy, since a training writes entries into them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rig.catalog.entries import ROOT
+from tests.sandbox.conftest import DeployBox, bare_box, engine_port
+
+__all__ = ["bare_box", "engine_port"]
+
+NAME = "tiny-drafter"
+
+
+class TrainingBox(DeployBox):
+    """A box and the commands on its training."""
+
+    def train(self, **environment: str) -> subprocess.CompletedProcess[str]:
+        """What `make train` runs."""
+        return self.run("rig", "train", self.inventory, "--name", NAME, timeout=3000, **environment)
+
+    def rigctl(self, words: str) -> str:
+        return self.ssh(f"rigctl {words}").stdout
+
+
+@pytest.fixture(scope="session")
+def training_box(
+    bare_box: DeployBox, engine_port: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TrainingBox]:
+    inventory = tmp_path_factory.mktemp("training") / "inventory"
+    shutil.copytree(ROOT / "inventory", inventory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KIMI_RIG_INVENTORY", str(inventory))
+        patch.setitem(os.environ, "KIMI_RIG_INVENTORY", str(inventory))
+        yield TrainingBox(bare_box.box.name, str(inventory / "sandbox_training.py"))
+
+
+@pytest.fixture(scope="session")
+def inventory(training_box: TrainingBox) -> Path:
+    return Path(training_box.inventory).parent
