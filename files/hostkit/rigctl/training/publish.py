@@ -131,9 +131,7 @@ def _fits(job: TrainingJob, drafter: Path) -> None:
     training = Training(target=job.target, convention=job.convention, layer_ids=job.states.layer_ids[:-1])
     refused = []
     for one in job.evaluation.engines:
-        verdict = check(
-            Path(job.target_path), drafter, Engine(one.engine, one.version), 1, training, name=job.target
-        )
+        verdict = check(Path(job.target_path), drafter, Engine(one.engine, one.version), 1, training, name=job.target)
         refused += [f"{one.release}: {text}" for text in verdict.refuse]
     if refused:
         raise RigctlError(f"{job.publish} does not fit: {'; '.join(refused)}")
