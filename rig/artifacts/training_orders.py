@@ -105,8 +105,15 @@ def _prompts(source: PromptSource) -> bytes:
         raise CatalogError(f"training.yaml: prompts.files: {path} cannot be read: {error.strerror}") from None
 
 
-def _known(plan: HostPlan, name: str) -> dict[str, str]:
-    return {"name": name, "path": plan.checkpoint_paths[name]}
+def _known(plan: HostPlan, name: str) -> dict[str, Any]:
+    """A drafter that exists, with what the catalogue says of how it was made."""
+    entry = plan.checkpoints[name]
+    made = entry.provenance
+    return {
+        "name": name,
+        "path": plan.checkpoint_paths[name],
+        "origin": {"target": entry.training.target, "samples": made.samples, "states_engine": made.engine},
+    }
 
 
 def _served(plan: HostPlan, name: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -10,11 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from rigctl import builder
 from rigctl.checkpoints.fit import check
 from rigctl.contract.eagle3_conventions import Engine
+from rigctl.contract.evaluation import Evaluation
 from rigctl.contract.happened import Happened, record_text
 from rigctl.contract.served_checkpoints import Training
 from rigctl.contract.training_job import TrainingJob
@@ -24,35 +22,10 @@ from rigctl.reached import reached
 from rigctl.training import runs, step
 from rigctl.training.place import Step
 
-RECEIPT = "receipt.json"
+RECEIPT, EVALUATION = "receipt.json", "evaluation.json"
 FILES = ("config.json", "model.safetensors")
 """Of an export: nothing else is published, and no code."""
 RECORD_BYTES = 16 << 20
-
-
-class Counted(BaseModel):
-    """Tokens a step on held-out conversations, by an engine's counters."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
-
-    length: float
-
-
-class Drafter(BaseModel):
-    """Of one drafter: its rung, where it is of the ladder; engines by the name of their configuration."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
-
-    rung: int | None = None
-    engines: dict[str, Counted]
-
-
-class Evaluated(Happened):
-    """Of evaluation.json what decides whether a drafter is published."""
-
-    FILE = "evaluation.json"
-
-    drafters: dict[str, Drafter]
 
 
 class Receipt(Happened):
@@ -70,20 +43,26 @@ def published(job: TrainingJob) -> dict[str, Any] | None:
     return found.model_dump() if found else None
 
 
+def evaluated(job: TrainingJob) -> Evaluation:
+    """Every count of the last evaluation. Raises RigctlError where there is none, or it cannot be used."""
+    try:
+        return Evaluation.parse_text(
+            Place(job.directory).read(EVALUATION, RECORD_BYTES), f"{job.directory}/{EVALUATION}"
+        )
+    except OSError as error:
+        raise RigctlError(f"{job.name} is not evaluated ({error.strerror}): `rigctl train start {job.name}`") from None
+
+
 def better(job: TrainingJob) -> tuple[float, float]:
-    """(length of the new drafter, of its start). Raises RigctlError where there is no gain."""
-    found = Evaluated.read(Place(job.directory))
-    if found is None:
-        raise RigctlError(f"{job.name} is not evaluated yet: `rigctl train start {job.name}`")
-    lengths = {
-        name: min(one.length for one in of.engines.values()) for name, of in found.drafters.items() if of.engines
-    }
-    by_rung = {of.rung: lengths[name] for name, of in found.drafters.items() if name in lengths}
+    """(length of the new drafter, of its start), of both the least in any engine. Raises RigctlError without a gain."""
+    found = evaluated(job).drafters
+    lengths = {name: min(one.length for one in of.engines.values()) for name, of in found.items() if of.engines}
+    by_rung = {of.rung: lengths[name] for name, of in found.items() if name in lengths}
     new = by_rung.get(job.ladder[-1])
     # A drafter that is not there yet drafts nothing: one token a step.
     before = by_rung.get(0) or lengths.get(job.start.name if job.start else "") or 1.0
     if new is None:
-        raise RigctlError(f"{job.directory}/{Evaluated.FILE} has no figures of rung {job.ladder[-1]}: evaluate again")
+        raise RigctlError(f"{job.directory}/{EVALUATION} has no figures of rung {job.ladder[-1]}: evaluate again")
     if new <= before:
         raise RigctlError(
             f"{job.publish} is no better than what it began from: acceptance length {new:.2f} against "
@@ -141,7 +120,6 @@ def _receipt(job: TrainingJob, digests: dict[str, str], length: float, before: f
     """What the drafter was made from, in the words of the order; the metrics of every step."""
     records, parts = Place(job.directory), runs.parts_of(job)
     found = {str(one): step.known(records, one) for one in runs.steps(job, parts)}
-    evaluation = json.loads(records.read(Evaluated.FILE, RECORD_BYTES))
     trained = found[str(Step("train", job.ladder[-1], parts - 1))]
     return {
         "name": job.publish,
@@ -160,6 +138,6 @@ def _receipt(job: TrainingJob, digests: dict[str, str], length: float, before: f
         "loss": trained.loss if trained else None,
         "length": length,
         "length_before": before,
-        "evaluation": evaluation,
+        "evaluation": evaluated(job).document(),
         "at": int(time.time()),
     }
