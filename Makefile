@@ -98,6 +98,7 @@ bench: .venv/run ## INVENTORY=... CONFIGS="a b": measure configurations, then re
 	@$(RIG) bench run $(if $(V),-v) "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${CONFIGS:+--configs="$$CONFIGS"} $${SWEEP:+--sweep="$$SWEEP"}
 
 train: .venv/run ## INVENTORY=... NAME=training [LIMIT=host]: a drafter of your own, from prompts to its catalogue entry
+	@$(PIP) --require-hashes -r requirements/bench.txt
 	@$(RIG) train $(if $(V),-v) "$$INVENTORY" --name "$$NAME" $${LIMIT:+--limit="$$LIMIT"}
 
 tour: .venv/run ## [PAGE=plan|unit|explain|report|talk]: plan, a unit, explanation and report of an 8-card host from recorded facts: no root, no box
