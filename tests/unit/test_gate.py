@@ -290,8 +290,8 @@ def test_what_a_host_says_to_pyinfra(tmp_path: Path) -> None:
 
 
 def test_words_in_report_pages() -> None:
-    html = report._jinja(html=True).from_string("{{ x }}|{{ x | cell }}").render(x=HOSTILE)
-    text = report._jinja(html=False).from_string("{{ x }}|{{ x | cell }}").render(x=HOSTILE)
+    html = report.renderer(html=True).from_string("{{ x }}|{{ x | cell }}").render(x=HOSTILE)
+    text = report.renderer(html=False).from_string("{{ x }}|{{ x | cell }}").render(x=HOSTILE)
     for page in (html, text):
         assert "<script>" not in page and "&lt;script&gt;" in page
         assert_harmless(page)
