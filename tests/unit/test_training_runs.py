@@ -13,6 +13,7 @@ import pytest
 from rigctl.contract import layout
 from rigctl.contract.training_job import STAGES, TrainingJob
 from rigctl.errors import RigctlError
+from rigctl.supervisor import specification
 from rigctl.training import commands, runs, step
 from rigctl.training.place import Step, Workplace
 from rigctl.training.progress import Progress
@@ -205,3 +206,14 @@ def test_states_that_do_not_fit_at_once_take_turns_with_the_trainer(job: Trainin
     assert host.steps.count("states") == host.steps.count("train") == runs.parts_of(whole_rows) == 7
     assert [stage for stage in host.steps if stage in ("states", "train")][:4] == ["states", "train", "states", "train"]
     assert not [*Path(job.directory).glob("states/80/*/did")], "states of a part stay after it is trained on"
+
+
+def test_a_configuration_whose_name_begins_as_a_unit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("kimi-states", "states", "plain")
+    monkeypatch.setattr(specification, "_files", lambda: [tmp_path / f"{name}.json" for name in names])
+    monkeypatch.setattr(specification.Specification, "read", classmethod(lambda _, path: path.stem))
+    for asked, found in {
+        **{"kimi-states": "kimi-states", "kimi-kimi-states.service": "kimi-states", "states": "states"},
+        **{"plain": "plain", "kimi-plain.service": "plain"},
+    }.items():
+        assert str(specification.named(asked)) == found

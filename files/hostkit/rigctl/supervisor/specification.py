@@ -46,8 +46,10 @@ def _place(variable: str, parent: str, name: str) -> Place:
 
 def named(name: str) -> Specification:
     """The specification of configuration `name` (with or without kimi- and .service). Raises RigctlError."""
-    wanted = name.removeprefix("kimi-").removesuffix(".service")
     known = {path.stem: path for path in _files()}
+    wanted = name.removesuffix(".service")
+    if wanted not in known:  # a configuration may itself begin so
+        wanted = wanted.removeprefix("kimi-")
     if wanted not in known:
         raise RigctlError(
             f"there is no configuration {wanted} on this host{nearest(wanted, known)}; `rigctl status` lists them"
