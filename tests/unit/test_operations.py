@@ -19,7 +19,7 @@ from pyinfra.api.exceptions import PyinfraError
 from pyinfra.api.operation import add_op
 from pyinfra.api.operations import run_ops
 
-from rig.operations import deploy_lock, files, system
+from rig.operations import deploy_lock, files, system, training
 from rig.operations.common import PLAN_LOG, Input
 from rig.operations.files import Directory, File, Link, difference
 from rigctl.contract import layout
@@ -202,3 +202,23 @@ def test_a_status_that_fails_is_not_taken_for_a_host_where_nothing_runs(
         apply(system.running_current, digests={"a": ["x"]}, restart="now")
     program.unlink()
     assert not apply(system.running_current, digests={"a": ["x"]}, restart="now"), "a host that has no rigctl yet"
+
+
+def test_orders_of_other_trainings_go_and_directories_of_ours_are_listed_whole(
+    tmp_path: Path, state_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders, filled = tmp_path / "orders", tmp_path / "data" / "mine"
+    monkeypatch.setattr(layout, "TRAINING", str(orders))
+    assert not apply(training.retired, keep=[]), "a host that has never trained"
+    for name in ("mine.prompts", "other.prompts"):
+        (orders / name).mkdir(parents=True)
+        (orders / name / "0-chat.jsonl").write_text("{}")
+    for name in ("mine.json", "other.json"):
+        (orders / name).write_text("{}")
+    assert apply(training.retired, keep=["mine"])
+    assert sorted(path.name for path in orders.iterdir()) == ["mine.json", "mine.prompts"]
+    assert not apply(training.retired, keep=["mine"])
+    assert apply(training.owned, paths=[str(filled)])
+    assert (state_directory / "created").read_text().splitlines() == [f"tree {filled}"]
+    filled.mkdir(parents=True)
+    assert not apply(training.owned, paths=[str(filled)])
