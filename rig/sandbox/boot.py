@@ -25,6 +25,9 @@ CGROUPS = Path("/sys/fs/cgroup")
 BOOT_SECONDS = 90
 STOP_SECONDS = 30
 CAP_BPF = 39  # linux/capability.h
+NETWORKS = "KIMI_RIG_SANDBOX_NETWORKS"
+"""Environment variable, any value: the box may administrate networks. Its systemd brings up the loopback of a unit with
+a network of its own (PrivateNetwork=) only then; the box shares this computer's network, so it is not the default."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,7 @@ def nspawn_arguments(box: Box, binds: tuple[str, ...], bpf: bool) -> list[str]:
         "--link-journal=no",
         "--resolv-conf=replace-host",
         *(["--capability=CAP_BPF", "--system-call-filter=bpf"] if bpf else []),
+        *(["--capability=CAP_NET_ADMIN"] if os.environ.get(NETWORKS) else []),
         *(f"--bind-ro={path}" for path in escaped),
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rig.catalog.entries import ROOT
+from rig.sandbox.boot import NETWORKS
 from tests.sandbox.conftest import DeployBox, bare_box, engine_port
 
 __all__ = ["bare_box", "engine_port"]
@@ -30,14 +30,21 @@ class TrainingBox(DeployBox):
 
 
 @pytest.fixture(scope="session")
+def networks() -> Iterator[None]:
+    """Units of the box may have a network of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(NETWORKS, "1")
+        yield
+
+
+@pytest.fixture(scope="session")
 def training_box(
-    bare_box: DeployBox, engine_port: None, tmp_path_factory: pytest.TempPathFactory
+    networks: None, bare_box: DeployBox, engine_port: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TrainingBox]:
     inventory = tmp_path_factory.mktemp("training") / "inventory"
     shutil.copytree(ROOT / "inventory", inventory)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KIMI_RIG_INVENTORY", str(inventory))
-        patch.setitem(os.environ, "KIMI_RIG_INVENTORY", str(inventory))
         yield TrainingBox(bare_box.box.name, str(inventory / "sandbox_training.py"))
 
 
