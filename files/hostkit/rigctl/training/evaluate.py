@@ -43,7 +43,7 @@ from rigctl.training.progress import Progress
 from rigctl.whole_files import read_object, write_json
 
 FILE = "evaluation.json"
-POSITIONS = "vllm:spec_decode_num_accepted_tokens_per_pos"
+POSITIONS = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 START_SECONDS = 3600.0
 """A large target loads for as long as half an hour."""
 ANSWER_SECONDS = 600.0
@@ -202,11 +202,10 @@ class Client:
         """Accepted drafts by position since the engine started (vLLM; SGLang counts none)."""
         found: dict[int, int] = {}
         for family in text_string_to_metric_families(self._metrics()):
-            if family.name == POSITIONS:
-                for sample in family.samples:
-                    if sample.name == f"{POSITIONS}_total" and re.fullmatch(r"\d+", sample.labels.get("position", "")):
-                        place = int(sample.labels["position"])
-                        found[place] = found.get(place, 0) + int(sample.value)
+            for sample in family.samples:
+                if sample.name == POSITIONS and re.fullmatch(r"\d+", sample.labels.get("position", "")):
+                    place = int(sample.labels["position"])
+                    found[place] = found.get(place, 0) + int(sample.value)
         return [found[place] for place in sorted(found)]
 
     def _counted(self) -> tuple[int, int]:

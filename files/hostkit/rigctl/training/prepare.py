@@ -25,8 +25,11 @@ JOIN = Path(__file__).with_name("join_rows.py")
 def run(job: TrainingJob, place: Workplace, progress: Progress) -> None:
     """Prepare every part of the rung. What a killed run left is made anew."""
     text_view.write(Path(job.target_path), place.text_view)
-    found = list(answers.rows(place.answers / "train.jsonl"))
-    order = list(dict.fromkeys(row["conversation"] for row in found))
+    lines: dict[str, list[str]] = {}
+    for row in answers.rows(place.answers / "train.jsonl"):
+        line = json.dumps({"input_ids": row["input_ids"], "loss_mask": row["loss_mask"]})
+        lines.setdefault(row["conversation"], []).append(line)
+    order = list(lines)
     chosen = order[: place.step.rung or len(order)]
     if len(chosen) < place.parts:
         raise RigctlError(f"{len(chosen)} conversations cannot be divided into {place.parts} parts")
@@ -35,10 +38,6 @@ def run(job: TrainingJob, place: Workplace, progress: Progress) -> None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     held_out = _prepare(job, place, place.answers / "held_out.jsonl", work / "held-out")
-    lines: dict[str, list[str]] = {}
-    for row in found:
-        line = json.dumps({"input_ids": row["input_ids"], "loss_mask": row["loss_mask"]})
-        lines.setdefault(row["conversation"], []).append(line)
 
     def written(conversations: Sequence[str], name: str) -> Path:
         path = work / f"{name}.jsonl"
@@ -63,9 +62,10 @@ def run(job: TrainingJob, place: Workplace, progress: Progress) -> None:
         shutil.rmtree(destination, ignore_errors=True)
         joined.rename(destination)
         progress.tell(rows_done=part + 1)
+    tokens = sum(int(row["tokens"]) for part in range(place.parts) for row in rows(place.at(part=part)))
     shutil.rmtree(work)
     shutil.rmtree(place.root / "cache", ignore_errors=True)
-    progress.tell(phase="prepared", tokens=sum(row["tokens"] for row in rows(place.at(part=0))))
+    progress.tell(phase="prepared", tokens=tokens)
 
 
 def rows(place: Workplace) -> list[dict[str, int | str | bool]]:

@@ -33,7 +33,8 @@ def run(job: TrainingJob, place: Workplace, progress: Progress) -> None:
     progress.tell(phase="states", rows=len(rows), rows_done=done)
 
     def watch() -> None:
-        there = [row for row in range(len(rows)) if _of(place, row).exists()]
+        names = {entry.name for entry in os.scandir(place.states)}
+        there = [row for row in range(len(rows)) if _of(place, row).name in names]
         tokens = sum(int(rows[row]["tokens"]) for row in there)
         progress.tell(rows_done=len(there), tokens=tokens, disk=tokens * job.bytes_a_token)
 

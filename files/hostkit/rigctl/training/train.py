@@ -120,7 +120,8 @@ def _untrained(job: TrainingJob, place: Workplace, progress: Progress) -> None:
         return
     words = [
         "train", "--dry-run", "--speculator-type", "eagle3", "--verifier-name-or-path", str(place.text_view),
-        "--data-path", str(place.root), "--save-path", str(destination), "--seed", str(job.recipe.seed),
+        "--data-path", str(place.at(rung=job.ladder[-1], part=0).prepared), "--save-path", str(destination),
+        "--seed", str(job.recipe.seed),
         *_fresh(job, place), "--target-layer-ids", *map(str, job.states.layer_ids[:-1]), *_device(job),
     ]  # fmt: skip
     tool.run(
