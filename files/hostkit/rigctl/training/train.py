@@ -1,7 +1,7 @@
 """`speculators train` of one rung and part: its command line, its checkpoints after a kill, which one is taken.
 
 Read in speculators 0.9.0: a resume takes the highest numbered checkpoint and expects it whole; `interrupted` says no
-step and would count as a whole epoch; the figures of the validation are written for the best epoch alone.
+step and would count as a whole epoch; the figures of the validation are written for the epoch of the lowest loss alone.
 """
 
 import json
@@ -26,7 +26,6 @@ WEIGHTS, OPTIMIZER, STATE, METRICS = (
     "training_state.json",
     "val_metrics.json",
 )
-BEST = "checkpoint_best"
 ON_CPU = (
     "--num-workers", "0", "--draft-attn-impl", "sdpa", "--loss-implementation", "eager",
     "--hidden-states-dtype", "float32",
@@ -43,9 +42,11 @@ def run(job: TrainingJob, place: Workplace, progress: Progress) -> None:
     rows = prepare.rows(place)
     epochs = job.recipe.epochs
     progress.tell(phase="train", rows=epochs, rows_done=0)
-    mend(place.checkpoints, epochs)
-    if not (place.checkpoints / BEST / METRICS).exists() or _epochs(place.checkpoints)[-1:] != [epochs - 1]:
-        log = place.root / f"logs/train-{place.step.rung}-{place.step.part}.log"
+    log = place.root / f"logs/train-{place.step.rung}-{place.step.part}.log"
+    if not mend(place.checkpoints, epochs, log):
+        # Figures of another training must not be taken for this one's.
+        log.unlink(missing_ok=True)
+    if not (place.checkpoints / str(epochs - 1) / METRICS).exists():
         said = Said(log)
 
         def watch() -> None:
@@ -56,6 +57,7 @@ def run(job: TrainingJob, place: Workplace, progress: Progress) -> None:
             command(job, place, rows), "speculators train", log=log, variables=tool.environment(job, place),
             directory=place.root, watch=watch,
         )  # fmt: skip
+    note_validations(log, place.checkpoints)
     metrics = read_metrics(finished(place))
     progress.tell(phase=f"trained, offline acceptance length {length(metrics):.3f}", rows_done=epochs)
 
@@ -167,18 +169,21 @@ def float32(source: Path, destination: Path) -> None:
     write_json(destination / "config.json", config)
 
 
-def mend(checkpoints: Path, epochs: int) -> None:
-    """Make what a killed or stopped trainer left resumable: whole checkpoints only, and the last validation still
-    to come."""
+def mend(checkpoints: Path, epochs: int, log: Path) -> bool:
+    """Make what a killed or stopped trainer left resumable: whole checkpoints only, the last validation still to come.
+
+    log: of this training. Whether there is anything to resume.
+    """
     if not checkpoints.is_dir():
-        return
+        return False
     # It knows no step: counted as an epoch, the rest of that epoch would never be trained on.
     shutil.rmtree(checkpoints / "interrupted", ignore_errors=True)
     while (found := _epochs(checkpoints)) and not whole(checkpoints / str(found[-1])):
         broken = checkpoints / str(found[-1])
         print(f"removed: {broken} is not a whole checkpoint", flush=True)
         shutil.rmtree(broken)
-    if found and found[-1] == epochs - 1 and not (checkpoints / BEST / METRICS).exists():
+    note_validations(log, checkpoints)
+    if found and found[-1] == epochs - 1 and not (checkpoints / str(found[-1]) / METRICS).exists():
         # Killed in the validation after the last epoch: beyond its last step there is nothing to train but the
         # validation.
         state = read_object(checkpoints / str(found[-1]) / STATE) or {}
@@ -186,6 +191,23 @@ def mend(checkpoints: Path, epochs: int) -> None:
         write_json(
             checkpoints / str(found[-1]) / STATE, {"epoch": found[-1], "local_step": max(1, step), "global_step": step}
         )
+    return bool(found)
+
+
+def note_validations(log: Path, checkpoints: Path) -> None:
+    """Write down beside each epoch what its validation has said.
+
+    The trainer does so for the epoch of the lowest loss alone, which is not the best drafter: where held-out prompts ask for what it was not trained on, loss rises with certainty.
+    """
+    if not log.exists():
+        return
+    with log.open(encoding="utf-8", errors="replace") as said:
+        for line in said:
+            epoch = re.search(r"[ ,]epoch=(\d+)", line)
+            if epoch and (figures := re.findall(r"val/(\w+)=([\d.e+-]+)", line)):
+                place = checkpoints / epoch[1] / METRICS
+                if place.parent.is_dir() and not place.exists():
+                    write_json(place, {name: float(value) for name, value in figures})
 
 
 def whole(checkpoint: Path) -> bool:
@@ -202,12 +224,14 @@ def whole(checkpoint: Path) -> bool:
 
 
 def finished(place: Workplace) -> Path:
-    """The checkpoint that is taken: the epoch with the lowest loss on held-out conversations; of rung 0 the only
-    one."""
-    for name in (BEST, "0"):
-        if (place.checkpoints / name / WEIGHTS).exists() and (name == BEST or place.step.rung == 0):
-            return (place.checkpoints / name).resolve()
-    raise RigctlError(f"{place.checkpoints} holds no finished training: run the step train-{place.step.rung} first")
+    """The checkpoint that is taken: the epoch with the greatest offline acceptance length; of rung 0 the only one."""
+    there = _epochs(place.checkpoints) if place.checkpoints.is_dir() else []
+    if place.step.rung == 0 and there:
+        return place.checkpoints / "0"
+    validated = [one for epoch in there if ((one := place.checkpoints / str(epoch)) / METRICS).exists()]
+    if not validated:
+        raise RigctlError(f"{place.checkpoints} holds no finished training: run the step train-{place.step.rung} first")
+    return max(validated, key=lambda one: (length(read_metrics(one)), int(one.name)))
 
 
 def read_metrics(checkpoint: Path) -> dict[str, float]:
