@@ -197,7 +197,8 @@ def mend(checkpoints: Path, epochs: int, log: Path) -> bool:
 def note_validations(log: Path, checkpoints: Path) -> None:
     """Write down beside each epoch what its validation has said.
 
-    The trainer does so for the epoch of the lowest loss alone, which is not the best drafter: where held-out prompts ask for what it was not trained on, loss rises with certainty.
+    The trainer does so for the epoch of the lowest loss alone. That is not the best drafter: where held-out prompts ask
+    for what it was not trained on, loss rises with certainty.
     """
     if not log.exists():
         return
