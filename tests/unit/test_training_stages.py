@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rig.bench import plots, training_report
 from rigctl.checkpoints import fit, headers
-from rigctl.contract.conversations import Prompt, read, split, unique
+from rigctl.contract.conversations import Conversation, Prompt, Split, read, split, unique
 from rigctl.contract.eagle3_conventions import Engine
 from rigctl.contract.evaluation import (
     Asked,
@@ -37,7 +37,7 @@ from rigctl.contract.evaluation import (
 from rigctl.contract.served_checkpoints import Training
 from rigctl.errors import RigctlError
 from rigctl.tiny_models.checkpoints import checkpoint_files
-from rigctl.tiny_models.kimi import CHAT, KIMI
+from rigctl.tiny_models.kimi import CHAT, KIMI, TOOL_CALL
 from rigctl.tiny_models.numbers import safetensors_bytes
 from rigctl.training import answers, draft_config, export, portable, states_check, tensors, text_view, train
 from rigctl.training.place import Step, Workplace
@@ -114,7 +114,6 @@ def test_a_refusal_names_line_and_cause(tmp_path: Path, text: str, why: str) -> 
 
 
 def some(count: int, domain: str = "chat") -> list[Prompt]:
-    from rigctl.contract.conversations import Conversation  # noqa: PLC0415
 
     return [
         Prompt(f"{domain}-{n}", domain, Conversation.model_validate_json(line(f"question {n}"))) for n in range(count)
@@ -585,3 +584,33 @@ def test_the_report_shows_rungs_domains_what_pays_and_the_gap_between_engines() 
     else:
         with pytest.raises(plots.PlottingMissing):
             training_report.page(found)
+
+
+# What vLLM 0.32.0 (CPU) and speculators 0.9.0 wrote for target-wide: two conversations, one of them with a tool.
+
+RECORDED = Path(__file__).resolve().parents[1] / "fixtures/training"
+
+
+def test_recorded_answers_are_what_the_automaton_says_and_nothing_else_is_trained_on() -> None:
+    found = list(answers.rows(RECORDED / "answers.jsonl"))
+    ends = [CHAT, CHAT, TOOL_CALL, CHAT]
+    assert [one["metadata"]["is_tool_call"] for one in found] == [end == TOOL_CALL for end in ends]
+    for one, end in zip(found, ends, strict=True):
+        said = row(KIMI, "", end)
+        own = [token for token, mask in zip(one["input_ids"], one["loss_mask"], strict=True) if mask]
+        assert own == [token for token, mask in zip(said["input_ids"], said["loss_mask"], strict=True) if mask]
+        assert one["input_ids"][one["loss_mask"].index(1) - 1] == KIMI.special[end]
+
+
+def test_recorded_answers_are_divided_by_conversation(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_bytes((RECORDED / "answers.jsonl").read_bytes())
+    names = list(dict.fromkeys(one["primary_id"] for one in answers.rows(path)))
+    told = Conversation.model_validate_json(line())
+    one, other = (Prompt(name, "chat", told) for name in names)
+    answers.write_split(Split([one], [other]), path, tmp_path)
+    assert [len(list(answers.rows(tmp_path / f"{part}.jsonl"))) for part in ("train", "held_out")] == [2, 2]
+    answers.keep_whole(path)
+    assert {one["primary_id"] for one in answers.rows(path)} == set(names[:1])
+    with pytest.raises(RigctlError, match="no conversation of held_out has an answer"):
+        answers.write_split(Split([one], [other]), path, tmp_path)
