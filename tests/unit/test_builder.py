@@ -33,6 +33,7 @@ from tests.unit.wheelhouse import install as place
 RIGCTL = ROOT / "files" / "hostkit" / "rigctl"
 SYSTEM: set[str | None] = {
     "systemctl",
+    "systemd-run",
     "journalctl",
     "openssl",
     "tail",
