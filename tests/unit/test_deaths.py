@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from rigctl.supervisor import deaths
-from rigctl.supervisor.deaths import Deaths
+from rigctl.supervisor.deaths import Deaths, exit_text
 
 # A main process whose worker is no child of the supervisor, as an engine has it; it ends a moment after its worker.
 ENGINE = """
@@ -83,3 +84,10 @@ def test_helpers_that_ended_well_or_long_ago_are_no_cause(monkeypatch: pytest.Mo
         assert seen.first(1) == f"process {failed.pid} sh -c sleep 0.3; exit 7 had ended: exit code 7"
         monkeypatch.setattr(deaths, "BEFORE_SECONDS", 0.0)
         assert seen.first(1) is None
+
+
+@pytest.mark.parametrize(
+    ("status", "text"), [(3, "exit code 3"), (-11, "signal SIGSEGV"), (-40, "signal 40"), (-9, "signal SIGKILL: .+")]
+)
+def test_every_end_has_words(status: int, text: str) -> None:
+    assert re.fullmatch(text, exit_text(status))

@@ -79,4 +79,9 @@ def exit_text(status: int) -> str:
     """An exit code or a signal, in words."""
     if status == -signal.SIGKILL:
         return f"signal SIGKILL: {KILLED}"
-    return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal has no name of its own
+        return f"signal {-status}"
