@@ -56,6 +56,9 @@ def trained(training: str) -> Commands:
             unit=layout.training_unit(training).removesuffix(".service"),
             argv=[layout.RIGCTL, "train", "run", training],
             proof=done,
+            writes=None,
+            network="loopback",
+            watches=True,
             limit_seconds=LIMIT_SECONDS,
             properties=[f"ExecStopPost={layout.RIGCTL} train after {training}"],
         )
