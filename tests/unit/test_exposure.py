@@ -47,6 +47,7 @@ JOBS = {
     ("hostkit.py", "installed"): 2.3,
     ("kernel_wheels.py", "kernel"): 3.1,
     ("system.py", "restarted_when_idle"): 2.8,
+    ("training.py", "trained"): 2.9,
 }
 """(file, function) in rig/operations: limit. Root, so that the builder's units are started and their work taken."""
 
@@ -128,6 +129,7 @@ def test_every_unit_is_in_a_table() -> None:
         for path in (ROOT / folder).rglob("*.py")
         if "systemd-run" in path.read_text()
     }
-    # host_settings.py: a timer that runs `systemctl reboot`.
-    assert starts == {"jobs.py", "system.py", "host_settings.py", "builder.py"}
+    # host_settings.py: a timer that runs `systemctl reboot`. commands.py: `rigctl train start`, root's own program, whose
+    # steps run in the builder's kind of sandbox; the unit itself is not confined yet.
+    assert starts == {"jobs.py", "system.py", "host_settings.py", "builder.py", "commands.py"}
     assert restarted_when_idle("x")[:2] == ["systemd-run", "--collect"]
