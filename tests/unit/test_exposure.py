@@ -129,7 +129,7 @@ def test_every_unit_is_in_a_table() -> None:
         for path in (ROOT / folder).rglob("*.py")
         if "systemd-run" in path.read_text()
     }
-    # host_settings.py: a timer that runs `systemctl reboot`. commands.py: `rigctl train start`, root's own program, whose
+    # host_settings.py: a timer that runs `systemctl reboot`. commands.py: `rigctl train start`, root's own program. Its
     # steps run in the builder's kind of sandbox; the unit itself is not confined yet.
     assert starts == {"jobs.py", "system.py", "host_settings.py", "builder.py", "commands.py"}
     assert restarted_when_idle("x")[:2] == ["systemd-run", "--collect"]
