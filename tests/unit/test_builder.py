@@ -6,6 +6,7 @@ import ast
 import contextlib
 import io
 import json
+import mmap
 import os
 import stat
 import subprocess
@@ -377,6 +378,19 @@ def test_what_a_hostile_build_leaves_is_refused(tree: Path, hostile: Callable[[P
         builder.publish(tree)
     assert tree.stat().st_uid == OTHER, "it does not count as root's"
     assert (tree.parent / "of-root").stat().st_uid == 0
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_descriptor_that_another_process_was_handed_is_noticed(tree: Path, mapped: bool) -> None:
+    """By a socket, to a process of another unit of the builder's; mode and owner do not concern what is open."""
+    with (tree / "lib" / "deep" / "data").open("r+b") as held:
+        held.write(b"x" * mmap.PAGESIZE)
+        held.flush()
+        kept = mmap.mmap(os.dup(held.fileno()), mmap.PAGESIZE) if mapped else held
+        with pytest.raises(RigctlError, match="deep/data is still open for writing elsewhere"):
+            builder.publish(tree)
+        assert tree.stat().st_uid == OTHER, "it does not count as root's"
+        kept.close()
 
 
 def test_an_access_list_does_not_outlive_the_publication(tree: Path) -> None:

@@ -7,6 +7,7 @@ until root has checked it (`publish`), or copied it by descriptor (`copied`).
 """
 
 import errno
+import fcntl
 import hashlib
 import os
 import pwd
@@ -327,6 +328,8 @@ def _publish(folder: int, where: str, depth: int, builder: User) -> None:
                 raise _refused(path, "has the setuid or setgid bit")
             else:
                 _to_root(entry, 0o755 if status.st_mode & stat.S_IXUSR else 0o644)
+                if _written(entry):
+                    raise _refused(path, "is still open for writing elsewhere")
         finally:
             os.close(entry)
 
@@ -338,6 +341,19 @@ def _to_root(descriptor: int, mode: int) -> None:
         if name.startswith("system.posix_acl"):
             os.removexattr(descriptor, name)
     os.fchmod(descriptor, mode)
+
+
+def _written(file: int) -> bool:
+    """Whether a process has it open for writing, as one may to whom the builder handed a descriptor of it.
+
+    fcntl(2), Leases: a read lease is refused then. False where the file system knows no leases.
+    """
+    try:
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError as error:
+        return error.errno == errno.EAGAIN
+    fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    return False
 
 
 def _attributes(descriptor: int) -> list[str]:

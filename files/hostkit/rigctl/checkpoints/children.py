@@ -12,6 +12,7 @@ from typing import IO
 from rigctl.checkpoints.sink import BLOCK, Sink
 from rigctl.checkpoints.verify import Cancelled
 
+LAST_BYTES = 1 << 16  # of a child's errors, which may be endless
 BEGINNING = 120.0  # seconds more until the first byte: a login on a busy host, the start of a program
 
 
@@ -36,7 +37,7 @@ def run(
                 raise
             if stalled:
                 child.kill()
-        errors.seek(0)
+        errors.seek(max(0, os.fstat(errors.fileno()).st_size - LAST_BYTES))
         lines = errors.read().decode(errors="replace").strip().splitlines()
     if stalled:
         lines = [f"no byte for {stall:.0f} s"]
