@@ -175,6 +175,25 @@ def test_the_directory_itself_may_be_exchanged(unit: Unit) -> None:
 
 
 @as_root
+def test_what_is_exchanged_while_it_is_removed_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory at the first look, a file at the next: the other names go all the same."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").touch()
+    whole = os.unlink
+
+    def exchanged(name: str, *, dir_fd: int) -> None:
+        try:
+            whole(name, dir_fd=dir_fd)
+        except IsADirectoryError:
+            (tmp_path / "a").rmdir()
+            (tmp_path / "a").touch()
+            raise
+
+    monkeypatch.setattr(os, "unlink", exchanged)
+    Place(str(tmp_path)).remove("a", "b")
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_directory_in_one_of_another_user_is_no_place(unit: Unit) -> None:
     inner = Path(str(unit.specification.runtime), "inner")
     inner.mkdir()

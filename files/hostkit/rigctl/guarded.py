@@ -90,9 +90,10 @@ def _unfit(status: os.stat_result, owner: int) -> str | None:
 
 
 def remove(directory: int, *names: str) -> None:
-    """Remove files, and directories with all in them; what is not there is no fault. Raises OSError."""
+    """Remove files, and directories with all in them; what is not there, or is exchanged meanwhile, is no fault. Raises
+    OSError."""
     for name in names:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             try:
                 os.unlink(name, dir_fd=directory)
             except IsADirectoryError:
