@@ -16,6 +16,8 @@ from tests.sandbox.conftest import DeployBox
 from tests.support.box import OVERLAY
 from tests.support.tiny_models import PLAIN, PREDICTED, SAID_AGAIN
 
+pytestmark = pytest.mark.long
+
 KIMI, GLM, QWEN3 = "vllm-base", "tiny-glm-mtp", "tiny-qwen3-ngram"
 TEMPLATE = "/etc/wrong-template.jinja"
 UID = """
@@ -116,7 +118,6 @@ def test_the_canary_catches_a_wrong_chat_template(box: DeployBox) -> None:
         box.ssh(f"rm {TEMPLATE}")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("drafts", ["always", "never"])
 def test_all_or_none_of_a_heads_drafts_are_accepted(box: DeployBox, drafts: str) -> None:
     box.ssh("systemctl stop 'kimi-tiny-*' 'kimi-vllm-*'")
