@@ -148,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
             if body.get("stream"):
                 self.stream(choice, float(faults.get("pause", 0)))
             else:
-                self.reply(200, {"choices": [choice]})
+                self.reply(200, {"choices": [choice], "usage": {"completion_tokens": count}})
         finally:
             with state.lock:
                 state.running -= 1
