@@ -95,9 +95,14 @@ def test_drafters_are_counted_once_and_what_is_there_is_not_asked_again(
     assert any("they do not make one" in line for line in found.findings)
     # As after a kill between two pairs: what is kept is taken, the missing one is made.
     (place.evaluation / "vllm-x-rung-6.json").unlink()
-    asked = []
+    asked: list[Any] = []
     measure = evaluate.measure
-    monkeypatch.setattr(evaluate, "measure", lambda *given: asked.append(given[3]) or measure(*given))
+
+    def noted(*given: Any) -> evaluate.Measured:
+        asked.append(given[3])
+        return measure(*given)
+
+    monkeypatch.setattr(evaluate, "measure", noted)
     evaluate.run(order, place, Progress(place.root, place.step))
     assert asked == [place.at(rung=6).export]
     with socket.socket() as one:
