@@ -3,6 +3,7 @@ from counts."""
 
 import importlib.util
 import json
+import lzma
 import os
 import re
 import zipfile
@@ -35,12 +36,14 @@ from rigctl.contract.evaluation import (
     suspects,
 )
 from rigctl.contract.served_checkpoints import Training
+from rigctl.contract.training_job import Served, States, Trainer, TrainingJob
 from rigctl.errors import RigctlError
 from rigctl.tiny_models.checkpoints import checkpoint_files
 from rigctl.tiny_models.kimi import CHAT, KIMI, TOOL_CALL
 from rigctl.tiny_models.numbers import safetensors_bytes
-from rigctl.training import answers, draft_config, export, portable, states_check, tensors, text_view, train
+from rigctl.training import answers, draft_config, export, portable, states, states_check, tensors, text_view, train
 from rigctl.training.place import Step, Workplace
+from rigctl.training.progress import Progress
 from tests.support.tiny_training import digest, row, states_file
 from tests.training import many_chains
 
@@ -614,3 +617,64 @@ def test_recorded_answers_are_divided_by_conversation(tmp_path: Path) -> None:
     assert {one["primary_id"] for one in answers.rows(path)} == set(names[:1])
     with pytest.raises(RigctlError, match="no conversation of held_out has an answer"):
         answers.write_split(Split([one], [other]), path, tmp_path)
+
+
+def test_recorded_states_are_those_of_the_automaton_bit_for_bit(tmp_path: Path) -> None:
+    """Inputs of layers 2, 3 and 4, and the last state, as cpu_connector.py has written them."""
+    first = next(answers.rows(RECORDED / "answers.jsonl"))["input_ids"]
+    recorded, ours = tmp_path / "recorded.safetensors", tmp_path / "ours.safetensors"
+    recorded.write_bytes(lzma.decompress((RECORDED / "states.safetensors.xz").read_bytes()))
+    tokens = np.frombuffer(tensors.data(headers.read(recorded)["token_ids"]), "<i8").tolist()
+    assert len(tokens) == len(first)
+    ours.write_bytes(states_file(KIMI, tokens))
+    states_check.check(recorded, layers=4, hidden=256, sha256=digest(tokens))
+    assert all(
+        tensors.data(tensor) == tensors.data(headers.read(ours)[name])
+        for name, tensor in headers.read(recorded).items()
+    )
+
+
+def test_rows_that_one_pass_leaves_out_are_extracted_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Workplace(tmp_path / "t", Step("states", 3))
+    tokens = [[1, 2, n] for n in range(3)]
+    place.prepared.mkdir(parents=True)
+    said = [{"sha256": digest(one), "tokens": 3, "trained": 1, "held_out": False} for one in tokens]
+    (place.prepared / "rows.json").write_text(json.dumps(said))
+    staging = tmp_path / "staging"
+    (staging / "stray").mkdir(parents=True)
+    order = TrainingJob.model_construct(
+        hidden=256,
+        states=States.model_construct(
+            layer_ids=[2, 3, 4, 7], staging=str(staging), concurrency=1, served=Served.model_construct(url="http://x")
+        ),
+        trainer=Trainer.model_construct(environment_path="/none", starter=None, gpus=[], variables={}),
+    )  # fmt: skip
+    passes: list[int] = []
+
+    def run(*_: Any, **more: Any) -> None:
+        rows = [[0], [1], []][len(passes)]
+        passes.append(len(rows))
+        more["log"].parent.mkdir(exist_ok=True)
+        more["log"].write_text("INFO Skipped\n")
+        for number in rows:
+            (place.states / f"hs_{number}.safetensors").write_bytes(states_file(KIMI, tokens[number]))
+
+    monkeypatch.setattr(states.tool, "run", run)
+    place.root.mkdir(exist_ok=True)
+    with pytest.raises(RigctlError, match="1 of 3 rows have no states, the first is row 2: INFO Skipped"):
+        states.run(order, place, Progress(place.root, place.step))
+    assert passes == [1, 1, 0] and not list(staging.iterdir())
+    assert sorted(path.stem for path in place.kept.iterdir()) == sorted(digest(one) for one in tokens[:2])
+    # Cut by a kill, and changed: both are made anew; another rung takes what is kept.
+    (place.states / "hs_2.safetensors").write_bytes(states_file(KIMI, tokens[2])[:-1])
+    passes.clear()
+    with pytest.raises(RigctlError, match="the first is row 2"):
+        states.run(order, place, Progress(place.root, place.step))
+    other = place.at(rung=2)
+    other.prepared.mkdir(parents=True)
+    (other.prepared / "rows.json").write_text(json.dumps(said[:2]))
+    passes.clear()
+    states.run(order, other, Progress(place.root, other.step))
+    assert passes == [] and (other.states / "hs_1.safetensors").exists()
