@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import time
 from collections.abc import Callable
 
 from rigctl.contract import layout
@@ -53,6 +54,8 @@ def _start(job: TrainingJob, *more: str) -> int:
     found = runs.plan(job)
     if found.refused:
         raise RigctlError("; ".join(found.refused))
+    while properties(unit, ["ActiveState"])["ActiveState"] == "deactivating":
+        time.sleep(0.5)  # one that was killed gives the cards back
     if _active(unit):
         print(f"{unit} is at work; `rigctl train status {job.name}` says how far it is")
         return 0

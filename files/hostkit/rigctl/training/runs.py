@@ -133,7 +133,7 @@ def give_back(job: TrainingJob, *, wait: bool) -> None:
     for name in dict.fromkeys([job.states.served.name, job.answers.served.name]):
         if name not in names:
             with suppress(RigctlError):
-                systemctl("stop", layout.unit_name(name))
+                systemctl("stop", *([] if wait else ["--no-block"]), layout.unit_name(name))
     for name in names:
         if wait:
             switch_to(named(name))
