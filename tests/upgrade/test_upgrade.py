@@ -23,15 +23,15 @@ from tests.upgrade.conftest import EDGE_PORT, INVENTORY, KEY, Previous, Tree, su
 
 CONFIGURATION = "vllm-eagle3-custom"
 UNIT = layout.unit_name(CONFIGURATION)
-FILES = f"cat {layout.UNITS}/kimi-* {layout.CONFIGURATIONS}/*"
+FILES = f"cat {layout.UNITS}/kimi-* {layout.CONFIGURATIONS}/* {layout.EDGE}/*.cfg {layout.EDGE}/*.lua"
 """Shell: all that a rollback brings back."""
 KEPT = "find /shared /data/eagle3 /opt/kimi-rig/env -printf '%p %i %s %T@\\n' | sort"
 """Shell: checkpoints, drafters and environments, file by file."""
 EDGE = (
     f"systemctl show -p ActiveState -p MainPID -p InvocationID -p NRestarts {layout.EDGE_UNIT}; "
-    f"sha256sum {layout.EDGE}/* {layout.CREDENTIALS}/*"
+    f"sha256sum {layout.EDGE}/*.map {layout.EDGE}/*.pem {layout.CREDENTIALS}/*"
 )
-"""Shell: which run of the edge this is; its files, keys and certificates."""
+"""Shell: which run of the edge this is, whatever it has loaded anew; its keys and certificates."""
 OTHER = layout.unit_name("vllm-eagle3-aq-medai")
 DRAFTER = "/data/eagle3/aq-medai-k2-drafter"
 START_SECONDS = 300
