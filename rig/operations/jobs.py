@@ -79,7 +79,7 @@ class LongJob:
     properties: Sequence[str] = ()
 
     def options(self) -> list[str]:
-        """What systemd-run is told of its unit."""
+        """Options of systemd-run for its unit."""
         return [
             *confined(self.unit, self.writes, self.network, watches=self.watches, more=self.properties),
             f"--property=RuntimeMaxSec={self.limit_seconds}",

@@ -15,8 +15,8 @@ def main() -> int:
     endpoint, route, token = request["endpoint"], request["refresh_route"], request["token"]
     hub = client(endpoint)
     # After the client's environment is set.
-    from hf_xet import XetFileInfo, XetSession  # type: ignore[import-untyped]  # noqa: PLC0415
-    from huggingface_hub.utils import _xet, build_hf_headers  # noqa: PLC0415
+    from hf_xet import XetFileInfo, XetSession  # type: ignore[import-untyped]  # noqa: PLC0415  # has no types; see above
+    from huggingface_hub.utils import _xet, build_hf_headers  # noqa: PLC0415  # see above
 
     try:
         # The address for further tokens of the storage is the endpoint's word, and may be elsewhere.

@@ -21,7 +21,7 @@ class Step:
     @classmethod
     def parse(cls, text: str) -> Self:
         stage, rung, part = text.split("-")
-        return cls(stage, int(rung), int(part))  # type: ignore[arg-type]
+        return cls(stage, int(rung), int(part))  # type: ignore[arg-type]  # a stage by our own text
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Workplace:
 
     def at(self, **changed: object) -> Self:
         """The same training at another step: `place.at(rung=100)`."""
-        return replace(self, step=replace(self.step, **changed))  # type: ignore[arg-type]
+        return replace(self, step=replace(self.step, **changed))  # type: ignore[arg-type]  # fields of Step by name
 
     @property
     def answers(self) -> Path:
