@@ -137,7 +137,8 @@ def test_a_failing_operation_fails_the_deploy(tmp_path: Path) -> None:
     host = ("@fake/one", {**fake("one", **failing)[1], "configurations": []})
     result = wrapper("deploy", inventory(tmp_path, host), *GPU_DATA)
     assert result.returncode == FAILED
-    assert "the deploy failed" in result.stderr
+    assert "[@fake/one] no room\n" in result.stderr
+    assert "the next run goes on where this one ended" in result.stderr
 
 
 def test_what_the_plan_refuses_is_not_begun(tmp_path: Path) -> None:
