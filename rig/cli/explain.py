@@ -18,6 +18,7 @@ from rig.host.topology import Decision, decide
 from rig.plan.drafter_layers import drafters_json, drafters_text
 from rig.plan.host_plan import HostPlan, recorded_workloads
 from rig.plan.model_defaults import defaults_json, defaults_text
+from rig.plan.training_page import trainings_json, trainings_text
 
 PAGES = "KIMI_RIG_PAGES"
 """Environment variable: file that tasks/explain.py appends a JSON line a host to."""
@@ -40,11 +41,12 @@ def live_page(name: str, plan: HostPlan) -> dict[str, Any]:
     """Both forms of a live host's page, with what the preflight found."""
     found = findings(plan)
     each = plan.decisions
-    below = defaults_text(plan) + drafters_text(plan)
+    below = defaults_text(plan) + drafters_text(plan) + trainings_text(plan)
     if found:
         below += "\nPreflight\n---------\n" + "".join(f"{one}\n" for one in found)
     document = explain_json(name, plan.facts, plan.decision, each)
     document["defaults"], document["drafters"] = defaults_json(plan), drafters_json(plan)
+    document["trainings"] = trainings_json(plan)
     document["findings"] = [
         {"severity": one.severity, "code": one.code, "message": one.message, "remedy": one.remedy} for one in found
     ]

@@ -9,12 +9,13 @@ from pyinfra.api import operation
 
 from rig.facts.servers import Servers
 from rig.facts.state import InstalledPackages, Lines, PathStates, Services, UnitProperties
-from rig.operations import apt, jobs
+from rig.operations import apt
 from rig.operations.common import Commands, changes, note, notice, pending, refuse, remember, remember_packages, script
 from rig.operations.files import File, difference
 from rig.plan.host_plan import HostPlan
 from rig.plan.neighbours import interruptions
 from rigctl.contract import layout
+from rigctl.contract.confinement import confined
 
 
 @operation()
@@ -174,7 +175,7 @@ def running_current(digests: Mapping[str, Collection[str]], restart: str) -> Com
 
 def restarted_when_idle(name: str) -> list[str]:
     """The command that leaves a unit behind which restarts a configuration once no request runs."""
-    options = jobs.confined(f"kimi-restart-{name}", [], "loopback", watches=True)
+    options = confined(f"kimi-restart-{name}", [], "loopback", watches=True)
     return ["systemd-run", "--collect", *options, "--", layout.RIGCTL, "restart", name, "--when-idle"]
 
 

@@ -11,8 +11,6 @@ from rig.operations import jobs
 from rig.operations.common import Commands, changes, note, refuse, remember, script
 from rigctl.contract import layout
 
-LIMIT_SECONDS = 30 * 24 * 3600
-
 
 @operation()
 def owned(paths: Sequence[str]) -> Commands:
@@ -51,18 +49,8 @@ def trained(training: str) -> Commands:
     for line in told:
         note(line)
         logger.info(f"{host.print_prefix}{line}")
-    yield from jobs.run(
-        jobs.LongJob(
-            unit=layout.training_unit(training).removesuffix(".service"),
-            argv=[layout.RIGCTL, "train", "run", training],
-            proof=done,
-            writes=None,
-            network="loopback",
-            watches=True,
-            limit_seconds=LIMIT_SECONDS,
-            properties=[f"ExecStopPost={layout.RIGCTL} train after {training}"],
-        )
-    )
+    yield script(f"{train} start {name}")
+    yield from jobs.followed(layout.training_unit(training).removesuffix(".service"), done)
 
 
 @operation()

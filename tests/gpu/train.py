@@ -53,6 +53,8 @@ ENOUGH = 3.7
 TINY_DRAFT = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 512}
 KIMI_DRAFT = {"head_dim": 128, "num_attention_heads": 64, "num_key_value_heads": 64, "intermediate_size": 18432}
 """Of the real step: 0.96 G trained numbers, the upper end of the published drafters."""
+TORCH_ARGUMENTS = ["--loss-implementation", "eager"] if torch.__version__.startswith("2.11.") else []
+"""The fused loss of speculators 0.9.0 does not compile there (seen on an H200)."""
 RELEASES = (("vllm", "0.16.0"), ("vllm", "0.33.0"), ("sglang", "0.5.9"), ("sglang", "0.5.16"), ("sglang", "0.5.23"))
 
 
@@ -92,7 +94,7 @@ def tiny(work: Path, out: Path, *, cpu: bool) -> dict[str, Any]:
     recipe = {
         "epochs": 1 if cpu else 2, "learning_rate": 1e-3, "schedule": "none", "draft_vocabulary": 192,
         "sequence_length": 1024, "seed": 1,
-        "draft": TINY_DRAFT, "arguments": [] if cpu else ["--num-workers", "0"],
+        "draft": TINY_DRAFT, "arguments": [] if cpu else ["--num-workers", "0", *TORCH_ARGUMENTS],
     }  # fmt: skip
     job = order(
         work / "tiny", cpu=cpu, target=target, shape={"hidden": 256, "layers": 7, "vocabulary": 512}, recipe=recipe
@@ -158,7 +160,7 @@ def real(work: Path, out: Path, *, cpu: bool) -> dict[str, Any]:
             "epochs": 1, "learning_rate": 1e-4, "schedule": "none", "draft_vocabulary": draft_vocabulary,
             "sequence_length": length,
             "seed": 1, "draft": TINY_DRAFT if cpu else KIMI_DRAFT,
-            "arguments": [] if cpu else ["--num-workers", "2"],
+            "arguments": [] if cpu else ["--num-workers", "2", *TORCH_ARGUMENTS],
         }  # fmt: skip
         shape = {"hidden": hidden, "layers": layers, "vocabulary": vocabulary}
         job = order(work / f"real-{length}", cpu=cpu, target=target, shape=shape, recipe=recipe)

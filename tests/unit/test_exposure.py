@@ -9,6 +9,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from rig.operations import jobs
 from rig.operations.system import restarted_when_idle
 from rigctl import builder
 from rigctl.contract import layout
+from rigctl.contract.confinement import confined
+from rigctl.training import commands
 from tests.support.plans import gpu_plan
 from tests.unit.test_edge import EDGE
 
@@ -47,9 +50,10 @@ JOBS = {
     ("hostkit.py", "installed"): 2.3,
     ("kernel_wheels.py", "kernel"): 3.1,
     ("system.py", "restarted_when_idle"): 2.8,
-    ("training.py", "trained"): 2.9,
+    ("commands.py", "options"): 2.9,
 }
-"""(file, function) in rig/operations: limit. Root, so that the builder's units are started and their work taken."""
+"""(file, function) in rig/operations, and rigctl/training/commands.py: limit. Root, so that the builder's units are
+started and their work taken."""
 
 
 def properties(options: Sequence[str]) -> list[str]:
@@ -59,7 +63,8 @@ def properties(options: Sequence[str]) -> list[str]:
 
 def confinements() -> Iterator[tuple[tuple[str, str], list[str]]]:
     """(place, options of systemd-run) of every unit that an operation starts as root."""
-    for path in sorted((ROOT / "rig" / "operations").glob("*.py")):
+    operations = [path for path in (ROOT / "rig" / "operations").glob("*.py") if path.name != "jobs.py"]
+    for path in [*sorted(operations), Path(str(commands.__file__))]:
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, ast.FunctionDef):
                 continue
@@ -72,10 +77,10 @@ def confinements() -> Iterator[tuple[tuple[str, str], list[str]]]:
                     watches = "watches" in given
                     job = jobs.LongJob("x", ["true"], "true", writes, network, watches)
                     yield (path.name, function.name), job.options()
-                elif isinstance(call, ast.Call) and name == "jobs.confined":
+                elif isinstance(call, ast.Call) and name == "confined":
                     writes, network = map(ast.literal_eval, call.args[1:3])
                     watches = any(one.arg == "watches" for one in call.keywords)
-                    yield (path.name, function.name), jobs.confined("x", writes, network, watches=watches)
+                    yield (path.name, function.name), confined("x", writes, network, watches=watches)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +134,6 @@ def test_every_unit_is_in_a_table() -> None:
         for path in (ROOT / folder).rglob("*.py")
         if "systemd-run" in path.read_text()
     }
-    # host_settings.py: a timer that runs `systemctl reboot`. commands.py: `rigctl train start`, root's own program. Its
-    # steps run in the builder's kind of sandbox; the unit itself is not confined yet.
-    assert starts == {"jobs.py", "system.py", "host_settings.py", "builder.py", "commands.py"}
+    # host_settings.py: a timer that runs `systemctl reboot`. confinement.py starts nothing.
+    assert starts == {"jobs.py", "system.py", "host_settings.py", "builder.py", "commands.py", "confinement.py"}
     assert restarted_when_idle("x")[:2] == ["systemd-run", "--collect"]

@@ -18,6 +18,7 @@ from rig.catalog.yaml_source import CatalogError
 from rig.host.settings import HostSettings
 from rig.plan import host_plan as plans
 from rig.plan.host_plan import HostPlan, host_plan
+from rig.plan.training_page import trainings_text
 from rigctl.contract.order import ContractError
 from rigctl.contract.training_job import TrainingJob
 from rigctl.guarded import Place
@@ -70,6 +71,16 @@ def test_a_host_gets_what_its_training_needs_and_no_other_host_does(plan: HostPl
     assert other.serving.keys() == {"vllm-base"} and not other.trainers
     with pytest.raises(CatalogError, match=r"trainings: no-such is not in training\.yaml"):
         made(inventory, trainings=["no-such"])
+
+
+def test_its_page_says_what_it_makes_and_claims(plan: HostPlan, inventory: Path) -> None:
+    text = trainings_text(plan)
+    assert f"{NAME} = tiny-drafter, from an untrained drafter, for kimi-k2.5-int4" in text
+    assert "claims the processor: what serves there stops meanwhile" in text
+    assert "54 conversations, about 12,420 tokens (training.yaml)" in text
+    assert "states: 0.03 GB (2,048 bytes a token)" in text
+    assert f"{inventory / 'prompts.jsonl'} (Apache-2.0, kimi-rig)" in text
+    assert trainings_text(made(inventory, trainings=[])) == ""
 
 
 def test_the_extraction_is_alone_in_its_network(plan: HostPlan) -> None:

@@ -32,6 +32,8 @@ SPEED = {
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainingJob:
     monkeypatch.setattr(layout, "TRAINED", str(tmp_path / "state"))
+    monkeypatch.setattr(runs, "INIT", tmp_path / "init")
+    (tmp_path / "init").write_text("Name:\tsystemd\nCapBnd:\t000001ffffffffff\n")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"messages": []}\n' * 100)
     (tmp_path / "data" / "tiny").mkdir(parents=True)
@@ -142,6 +144,15 @@ def test_every_step_is_done_once_and_what_served_serves_again(job: TrainingJob, 
     assert (host.steps, host.running) == ([], {"serving", "beside"})
     runs.run(job, again="evaluate")
     assert host.steps == ["evaluate"]
+
+
+def test_a_machine_without_networks_of_units_is_refused_before_anything_starts(
+    job: TrainingJob, host: Host, tmp_path: Path
+) -> None:
+    (tmp_path / "init").write_text("Name:\tsystemd\nCapBnd:\t00000000fdecafff\n")  # what systemd-nspawn leaves
+    with pytest.raises(RigctlError, match="KIMI_RIG_SANDBOX_NETWORKS=1 make sandbox"):
+        runs.run(job)
+    assert (host.steps, host.running) == ([], {"serving", "beside"})
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -16,48 +16,31 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
-from rigctl.contract import layout
+from rigctl.contract import confinement, layout
 from rigctl.errors import RigctlError
 
 SANDBOX = (
+    *confinement.SANDBOX,
     f"User={layout.BUILDER}",
     f"Group={layout.BUILDER}",
     "UMask=0022",
-    "NoNewPrivileges=yes",
     "CapabilityBoundingSet=",
     "AmbientCapabilities=",
     "ProtectSystem=strict",
     # Sources that an operator keeps in a home are bound into it one by one.
     "ProtectHome=tmpfs",
-    "PrivateTmp=yes",
     "WorkingDirectory=/tmp",
     "TemporaryFileSystem=/dev/shm:mode=1777",
-    "PrivateMounts=yes",
     # Of one user in two units neither can look into the other.
     "PrivateUsers=yes",
     "ProtectProc=invisible",
-    "ProtectClock=yes",
-    "ProtectControlGroups=yes",
-    "ProtectHostname=yes",
-    "ProtectKernelLogs=yes",
-    "ProtectKernelModules=yes",
-    "ProtectKernelTunables=yes",
-    "KeyringMode=private",
-    "LockPersonality=yes",
     "RemoveIPC=yes",
-    "RestrictNamespaces=yes",
-    "RestrictRealtime=yes",
-    "RestrictSUIDSGID=yes",
     "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK",
-    "SystemCallArchitectures=native",
-    "SystemCallFilter=@system-service",
-    "SystemCallFilter=~@privileged",
-    "SystemCallErrorNumber=EPERM",
     f"InaccessiblePaths=-{layout.CREDENTIALS}",
     "DevicePolicy=closed",
     # An engine that finds no GPU answers other questions than it will be asked.
@@ -186,6 +169,47 @@ def sandboxed(  # noqa: PLR0913  # what a command may do differs from one to the
             yield [*command, *options, "--", *(str(word).replace("$", "$$") for word in argv)]
         finally:
             _end(name)
+
+
+def spoken(
+    argv: Sequence[str | Path], given: str, longest: int, reply: str | None = None, **limits: Any
+) -> tuple[int, str]:
+    """Run a command of `sandboxed` (limits: its arguments) with a text on its input, and print what it says.
+
+    longest: characters of a line. reply: how a line begins that is not printed. Exit code, and the last such line, else
+    the last one that is not empty.
+    """
+    with sandboxed(argv, **limits) as command:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        try:
+            return heard(process, given, longest, reply)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            process.wait()
+
+
+def heard(process: "subprocess.Popen[str]", given: str, longest: int, reply: str | None) -> tuple[int, str]:
+    """Of `spoken`, what comes after the start."""
+    replied = last = ""
+    for stdin in filter(None, [process.stdin]):
+        with suppress(BrokenPipeError):  # it ended at once, and says why
+            stdin.write(given)
+            stdin.close()
+    while process.stdout and (line := process.stdout.readline(longest)):
+        if reply and line.startswith(reply):
+            replied = line
+        else:
+            last = line.strip() or last
+            print(line.rstrip("\n"), flush=True)
+    return process.wait(), replied or last
 
 
 def _unit_name(unit: str) -> str:

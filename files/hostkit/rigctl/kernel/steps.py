@@ -7,10 +7,8 @@ on it but a wheel, as bytes, and figures to show.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -92,8 +90,11 @@ def ask(job: KernelJob, step: str, given: Any = None, *, network: bool = False) 
     if job.source is not None and not isinstance(job.source, GitSource):
         reads.append(job.source.path)
     writes = directories(job) if job.root.exists() else []
-    with builder.sandboxed(
+    code, said = builder.spoken(
         own_process("rigctl.kernel.steps", step),
+        json.dumps({"order": job.document(), "given": given}),
+        LONGEST,
+        RESULT,
         # Only who has the library's lock may end a build that another process has left behind.
         unit=f"kernel-{job.package}" + ("" if step in ALONE else f"-{os.getpid()}"),
         writes=writes,
@@ -101,38 +102,14 @@ def ask(job: KernelJob, step: str, given: Any = None, *, network: bool = False) 
         network="any" if network else "none",
         environment={"TMPDIR": str(writes[0])} if writes else {},
         properties=[f"MemoryMax={job.memory_limit}", "Nice=15", "CPUWeight=20", "IOWeight=20"],
-    ) as command:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        try:
-            return _heard(process, json.dumps({"order": job.document(), "given": given}), f"{job.package}: {step}")
-        finally:
-            if process.poll() is None:
-                process.terminate()
-            process.wait()
+    )
+    return _answer(code, said, f"{job.package}: {step}")
 
 
-def _heard(process: subprocess.Popen[str], words: str, what: str) -> Any:
-    reply = None
-    for stdin in filter(None, [process.stdin]):
-        with contextlib.suppress(BrokenPipeError):  # it ended at once, and says why
-            stdin.write(words)
-            stdin.close()
-    while process.stdout and (line := process.stdout.readline(LONGEST)):
-        if line.startswith(RESULT):
-            reply = line.removeprefix(RESULT)
-        else:
-            print(line.rstrip("\n"), flush=True)
-    code = process.wait()
-    if reply is None:
+def _answer(code: int, said: str, what: str) -> Any:
+    if not said.startswith(RESULT):
         raise RigctlError(f"{what} ended with exit code {code} and no answer (its last lines are above)")
-    found = Reply.validated(_json(reply, what), f"the answer of {what}")
+    found = Reply.validated(_json(said.removeprefix(RESULT), what), f"the answer of {what}")
     if found.error is not None:
         raise RigctlError(found.error)
     return found.answer

@@ -51,7 +51,14 @@ def port_free(specification: Specification) -> str:
     """Nobody listens where the engine will."""
     endpoint = specification.endpoint
     family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    with socket.socket(family, socket.SOCK_DGRAM) as way, socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            way.connect((endpoint.host, endpoint.port))  # sends nothing
+        except OSError as error:
+            raise RigctlError(
+                f"{endpoint.address} cannot be reached from here: {error.strerror}. Of a unit with a network of its own"
+                " systemd could not bring up the loopback, for which it needs CAP_NET_ADMIN"
+            ) from None
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((endpoint.host, endpoint.port))

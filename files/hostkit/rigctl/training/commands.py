@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from rigctl.contract import layout
+from rigctl.contract.confinement import confined
 from rigctl.contract.training_job import TrainingJob
 from rigctl.errors import RigctlError
 from rigctl.guarded import Place
@@ -60,17 +61,18 @@ def _start(job: TrainingJob, *more: str) -> int:
         print(f"{unit} is at work; `rigctl train status {job.name}` says how far it is")
         return 0
     subprocess.run(["systemctl", "reset-failed", unit], capture_output=True, check=False)
-    command = [
-        "systemd-run",
-        *("--quiet", f"--unit={unit}", f"--property=RuntimeMaxSec={LIMIT_SECONDS}"),
-        f"--property=ExecStopPost={layout.RIGCTL} train after {job.name}",
-        *("--", layout.RIGCTL, "train", "run", job.name, *more),
-    ]
+    command = ["systemd-run", *options(job.name), "--", layout.RIGCTL, "train", "run", job.name, *more]
     done = subprocess.run(command, capture_output=True, errors="replace", check=False)
     if done.returncode != 0:
         raise RigctlError(f"{unit} could not be started: {done.stderr.strip()}")
     print(f"{unit} has begun; `rigctl train status {job.name}` says how far it is")
     return 0
+
+
+def options(name: str) -> list[str]:
+    """Of systemd-run, for the job of a training: root, which writes wherever engines' data may lie."""
+    more = [f"RuntimeMaxSec={LIMIT_SECONDS}", f"ExecStopPost={layout.RIGCTL} train after {name}"]
+    return confined(layout.training_unit(name), None, "loopback", watches=True, more=more)
 
 
 def _active(unit: str) -> bool:

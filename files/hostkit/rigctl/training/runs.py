@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import re
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from rigctl.supervisor.specification import Specification, installed, named
 from rigctl.training import forecast, step
 from rigctl.training.place import Step
 
+CAP_NET_ADMIN = 12
+INIT = Path("/proc/1/status")
 LONGEST = 1 << 16
 """Characters of a line of a step."""
 
@@ -90,7 +93,18 @@ def plan(job: TrainingJob) -> forecast.Forecast:
         rate=extracted.rate if extracted and extracted.done else None,
         there=extracted.tokens * job.bytes_a_token if extracted and extracted.done else 0,
     )
-    return forecast.forecast(job, sum(_rows(one.path) for one in job.prompts), _free(job.root), measured)
+    found = forecast.forecast(job, sum(_rows(one.path) for one in job.prompts), _free(job.root), measured)
+    return replace(found, refused=(*found.refused, *_networks()))
+
+
+def _networks() -> Iterator[str]:
+    """Steps and engines are alone in networks of their own, whose loopback systemd brings up (capabilities(7))."""
+    found = re.search(r"^CapBnd:\s*(\w+)$", INIT.read_text(), re.MULTILINE)
+    if found and not int(found[1], 16) >> CAP_NET_ADMIN & 1:
+        yield (
+            "systemd of this machine lacks CAP_NET_ADMIN, so that a unit with a network of its own has no loopback: a "
+            "box gets it by `KIMI_RIG_SANDBOX_NETWORKS=1 make sandbox`"
+        )
 
 
 def _free(root: str) -> int:
@@ -184,28 +198,16 @@ def _provide(job: TrainingJob, one: Step) -> None:
 def _step(job: TrainingJob, one: Step, parts: int, *, again: bool) -> None:
     """Run a step as the service user; its lines are shown."""
     words = [str(one), str(parts), *([step.AGAIN] if again else [])]
-    with builder.sandboxed(
+    code, last = builder.spoken(
         own_process("rigctl.training.step", *words),
+        json.dumps(job.document()),
+        LONGEST,
         unit=f"train-{job.name}",
         writes=[Path(job.directory), Path(job.states.staging)],
         network="loopback" if _public(job, one) else "none",
         environment={"HOME": f"{job.directory}/cache", "TMPDIR": "/tmp"},  # noqa: S108  # the unit's own
         properties=[f"User={job.user}", f"Group={job.user}", "UMask=0027", *_claims(job, one)],
-    ) as command:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        try:
-            last = _heard(process, json.dumps(job.document()))
-        finally:
-            if process.poll() is None:
-                process.terminate()
-            code = process.wait()
+    )
     if code != 0 or not step.is_done(job, one, parts):
         raise RigctlError(f"{one}: {_why(job, one, code, last)}; `rigctl train start {job.name}` goes on")
 
@@ -225,19 +227,6 @@ def _claims(job: TrainingJob, one: Step) -> list[str]:
         units = " ".join(rival.unit for rival in rivals(job))
         return [f"Conflicts={units}", f"After={units}"] if units else []
     return []
-
-
-def _heard(process: subprocess.Popen[str], order: str) -> str:
-    """Hand a step its order and show its lines; the last one."""
-    last = ""
-    for stdin in filter(None, [process.stdin]):
-        with suppress(BrokenPipeError):  # it ended at once, and says why
-            stdin.write(order)
-            stdin.close()
-    while process.stdout and (line := process.stdout.readline(LONGEST)):
-        last = line.strip() or last
-        print(line.rstrip("\n"), flush=True)
-    return last
 
 
 def _why(job: TrainingJob, one: Step, code: int, last: str) -> str:

@@ -44,18 +44,22 @@ def run(job: TrainingJob, place: Workplace, progress: Progress) -> None:
             "--preprocessed-data", str(place.prepared), "--output", str(place.states),
             "--concurrency", str(job.states.concurrency),
         )  # fmt: skip
+        failed = None
         try:
             tool.run(
                 command, "speculators generate-offline-data", log=place.root / "logs/states.log",
                 variables=tool.environment(job, place), directory=place.states, watch=watch,
             )  # fmt: skip
+        except RigctlError as error:
+            failed = error
         finally:
             clear(staging)
             take_in(job, place, rows)
-        # A row is left out when its file is not written within 10 seconds of the answer: seen on a busy machine.
+        # A row is left out when its file is not written within 10 seconds of the answer, and so many in a row end the
+        # command: seen on a busy machine. So whatever the command says, it is asked again as long as it brings rows.
         before, missing = len(missing), _missing(place, len(rows))
         if len(missing) == before:
-            raise RigctlError(
+            raise failed or RigctlError(
                 f"{len(missing)} of {len(rows)} rows have no states, the first is row {missing[0]}: "
                 f"{tool.last_words(place.root / 'logs/states.log')}\nThe same command extracts these alone."
             )
