@@ -6,6 +6,7 @@ from pyinfra.api import deploy
 
 from rig.artifacts.rollback_states import state_of
 from rig.artifacts.units import run_specification, unit_files
+from rig.bench.sweeps import generator_path
 from rig.operations import rollback_states, system
 from rig.operations.files import File, present
 from rig.plan.current import current_plan
@@ -27,7 +28,8 @@ def units(plan: HostPlan) -> None:
     system.enabled_at_boot(name="Choose what starts at boot", wanted=boot, units=names)
     digests = {name: run_specification(plan, name).known_as for name in plan.serving}
     system.running_current(name="Bring running services up to date", digests=digests, restart=plan.data.restart)
-    paths = [env.path for env in plan.built.values()]
+    # Every environment that the plan's programs run from; the load generator's too, which `make bench` builds.
+    paths = [*(env.path for env in plan.built.values()), generator_path(plan.data.ml_env)]
     rollback_states.pruned(name="Remove environments that nothing needs", ml_env=plan.data.ml_env, current=paths)
 
 

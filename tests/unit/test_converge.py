@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rig.bench.sweeps import generator_path
 from rig.catalog.entries import ROOT
 from rig.cli.arguments import CONVERGED, FAILED, REBOOT_PENDING, USAGE, WOULD_CHANGE
 from rig.cli.converge import Change, Plan, asked_hosts
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.slow
 GPU_DATA = ["--pyinfra=--group-data", f"--pyinfra={GROUP_DATA}"]
 
 
-def wrapper(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def wrapper(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rig", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout)
 
@@ -118,7 +119,7 @@ def test_make_hands_on_what_is_typed(verb: str, limit: str) -> None:
         text=True,
         check=False,
         env=environment,
-        timeout=60,
+        timeout=300,
     )
     assert f"--limit {limit} matches no host of inventory/tour.py" in result.stderr
     assert result.returncode != 0
@@ -139,6 +140,14 @@ def test_a_failing_operation_fails_the_deploy(tmp_path: Path) -> None:
     assert result.returncode == FAILED
     assert "[@fake/one] no room\n" in result.stderr
     assert "the next run goes on where this one ended" in result.stderr
+
+
+def test_a_deploy_keeps_the_load_generator(tmp_path: Path) -> None:
+    asked = f"--current={generator_path('/opt/kimi-rig/env')} --list"
+    answers = {asked: {"stdout": ["unneeded /opt/kimi-rig/env/old"]}}
+    host = ("@fake/one", {**fake("one", **answers)[1], "configurations": []})
+    result = wrapper("plan", inventory(tmp_path, host), *GPU_DATA)
+    assert "/opt/kimi-rig/env/old is no longer needed" in result.stdout
 
 
 def test_what_the_plan_refuses_is_not_begun(tmp_path: Path) -> None:
