@@ -77,8 +77,8 @@ def test_its_page_says_what_it_makes_and_claims(plan: HostPlan, inventory: Path)
     text = trainings_text(plan)
     assert f"{NAME} = tiny-drafter, from an untrained drafter, for kimi-k2.5-int4" in text
     assert "claims the processor: what serves there stops meanwhile" in text
-    assert "54 conversations, about 12,420 tokens (training.yaml)" in text
-    assert "states: 0.03 GB (2,048 bytes a token)" in text
+    assert "40 conversations, about 9,200 tokens (training.yaml)" in text
+    assert "states: 0.02 GB (2,048 bytes a token)" in text
     assert f"{inventory / 'prompts.jsonl'} (Apache-2.0, kimi-rig)" in text
     assert trainings_text(made(inventory, trainings=[])) == ""
 
@@ -115,7 +115,7 @@ WRONG = [
     ("configuration: kimi-k2.5-answers", "configuration: vllm-base", "vllm-base has no served_model_name"),
     ("configurations: [vllm-base]", "configurations: [vllm-eagle3-custom]", "speculates: name one without"),
     ("publish: tiny-drafter", "publish: aq-medai-k2-drafter", "there is a checkpoint aq-medai-k2-drafter already"),
-    ("ladder: [0, 54]", "lader: [0, 54]", 'did you mean "ladder"'),
+    ("ladder: [0, 40]", "lader: [0, 40]", 'did you mean "ladder"'),
 ]
 
 
@@ -184,7 +184,7 @@ def test_another_recipe_trains_anew_and_keeps_answers_and_states(job: TrainingJo
         same = step.digest(job, one) == step.digest(other, one)
         assert same == (one.stage in ("answers", "prepare", "states")), one
         assert step.digest(job, one) == step.digest(longer, one) or one.stage == "evaluate"
-    assert step.digest(job, Step("train", 54), 1) != step.digest(job, Step("train", 54), 2)
+    assert step.digest(job, Step("train", 40), 1) != step.digest(job, Step("train", 40), 2)
 
 
 @given(content=st.binary(max_size=60) | st.sampled_from([b'{"digest": 1}', b'{"digest": "a", "rows": -1.5}', b"[]"]))
@@ -192,8 +192,8 @@ def test_a_record_that_is_none_is_no_step_that_is_done(
     job: TrainingJob, tmp_path_factory: pytest.TempPathFactory, content: bytes
 ) -> None:
     place = tmp_path_factory.mktemp("place")
-    (place / "step-train-54-0.json").write_bytes(content)
-    found = step.known(Place(str(place)), Step("train", 54))
+    (place / "step-train-40-0.json").write_bytes(content)
+    found = step.known(Place(str(place)), Step("train", 40))
     assert found is None or not found.done
 
 

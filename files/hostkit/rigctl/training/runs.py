@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rigctl import builder, lock_files
 from rigctl.contract import layout
 from rigctl.contract.foreign import one_line
 from rigctl.contract.happened import Happened, record_text
-from rigctl.contract.training_job import TrainingJob
+from rigctl.contract.training_job import Served, TrainingJob
 from rigctl.errors import RigctlError
 from rigctl.guarded import Place
 from rigctl.own_process import own_process
@@ -186,9 +185,13 @@ def _all(job: TrainingJob) -> Iterator[Step]:
     yield from (one for one in steps(job, parts_of(job)) if one.stage != "answers")
 
 
+def _asked(job: TrainingJob, one: Step) -> Served | None:
+    """The engine that a step asks."""
+    return {"answers": job.answers.served, "states": job.states.served}.get(one.stage)
+
+
 def _provide(job: TrainingJob, one: Step) -> None:
-    served = {"answers": job.answers.served, "states": job.states.served}.get(one.stage)
-    if served is not None:
+    if served := _asked(job, one):
         specification = named(served.name)
         if specification.api_key:
             raise RigctlError(f"{served.name} asks for a key: let an entry with `listen: {{private: true}}` extend it")
@@ -197,14 +200,15 @@ def _provide(job: TrainingJob, one: Step) -> None:
 
 def _step(job: TrainingJob, one: Step, parts: int, *, again: bool) -> None:
     """Run a step as the service user; its lines are shown."""
-    words = [str(one), str(parts), *([step.AGAIN] if again else [])]
+    words, served = [str(one), str(parts), *([step.AGAIN] if again else [])], _asked(job, one)
     code, last = builder.spoken(
         own_process("rigctl.training.step", *words),
         json.dumps(job.document()),
         LONGEST,
         unit=f"train-{job.name}",
         writes=[Path(job.directory), Path(job.states.staging)],
-        network="loopback" if _public(job, one) else "none",
+        # An engine that is not private listens on the machine's own loopback.
+        network="loopback" if served and not served.private else "none",
         environment={"HOME": f"{job.directory}/cache", "TMPDIR": "/tmp"},  # noqa: S108  # the unit's own
         properties=[f"User={job.user}", f"Group={job.user}", "UMask=0027", *_claims(job, one)],
     )
@@ -212,16 +216,9 @@ def _step(job: TrainingJob, one: Step, parts: int, *, again: bool) -> None:
         raise RigctlError(f"{one}: {_why(job, one, code, last)}; `rigctl train start {job.name}` goes on")
 
 
-def _public(job: TrainingJob, one: Step) -> bool:
-    """Whether a step asks an engine that listens on the machine's own loopback."""
-    served: dict[str, Any] = {"answers": job.answers.served, "states": job.states.served}
-    return one.stage in served and not served[one.stage].private
-
-
 def _claims(job: TrainingJob, one: Step) -> list[str]:
     """Whose network it joins; for a step that needs the cards itself, what cannot run beside it."""
-    served = {"answers": job.answers.served, "states": job.states.served}.get(one.stage)
-    if served is not None:
+    if served := _asked(job, one):
         return [f"JoinsNamespaceOf={layout.unit_name(served.name)}"] if served.private else []
     if one.stage in ("train", "evaluate"):
         units = " ".join(rival.unit for rival in rivals(job))
@@ -234,7 +231,6 @@ def _why(job: TrainingJob, one: Step, code: int, last: str) -> str:
     taken = [rival.name for rival in rivals(job) if one.stage in ("train", "evaluate") and active(rival)]
     if taken:
         return f"{', '.join(taken)} was started and took the cards"
-    served = {"answers": job.answers.served, "states": job.states.served}.get(one.stage)
-    if served is not None and not active(named(served.name)):
+    if (served := _asked(job, one)) and not active(named(served.name)):
         return f"{served.name} has ended (`rigctl logs {served.name}` says why)"
     return f"ended with exit code {code}: {one_line(last, 400) or 'it said nothing'}"
