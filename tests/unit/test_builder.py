@@ -459,8 +459,8 @@ def test_only_a_plain_file_is_copied(tmp_path: Path, how: str) -> None:
 
 def test_lines_are_shown_without_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     code = "import os, sys; print(os.isatty(0), sys.stdin.read()); sys.exit(3)"
-    done = builder.relayed([sys.executable, "-c", code])
-    assert done == 3 and capfd.readouterr().out == "False \n"
+    done = builder.spoken([sys.executable, "-c", code], unit="a")
+    assert done == (3, "False") and capfd.readouterr().out == "False \n"
 
 
 def test_a_program_without_a_sandbox_still_has_a_home_of_its_own() -> None:
@@ -484,7 +484,7 @@ class Speaker:
 
 
 def heard(text: str) -> Any:
-    said = builder.heard(Speaker(text), "{}", steps.LONGEST, steps.RESULT)  # type: ignore[arg-type]  # all that is used
+    said = builder.heard(Speaker(text), "{}", steps.RESULT)  # type: ignore[arg-type]  # all that is used
     return steps._answer(*said, "rig-kernel: build")
 
 

@@ -74,6 +74,8 @@ WITHOUT = "KIMI_RIG_WITHOUT_SANDBOX"
 _confined = True
 LARGEST = 8 << 30
 """Bytes of a wheel: several times what any has."""
+LONGEST = 1 << 20
+"""Characters of a line of a builder's: more than any answer has."""
 INTERPRETER = re.compile(r"/usr/bin/python3(\.\d+)?")
 """Where the links of an environment may lead outside it."""
 
@@ -171,13 +173,11 @@ def sandboxed(  # noqa: PLR0913  # what a command may do differs from one to the
             _end(name)
 
 
-def spoken(
-    argv: Sequence[str | Path], given: str, longest: int, reply: str | None = None, **limits: Any
-) -> tuple[int, str]:
+def spoken(argv: Sequence[str | Path], given: str = "", reply: str | None = None, **limits: Any) -> tuple[int, str]:
     """Run a command of `sandboxed` (limits: its arguments) with a text on its input, and print what it says.
 
-    longest: characters of a line. reply: how a line begins that is not printed. Exit code, and the last such line, else
-    the last one that is not empty.
+    reply: how a line begins that is not printed. Exit code, and the last such line, else the last one that is not
+    empty. It never holds the terminal of who looks on.
     """
     with sandboxed(argv, **limits) as command:
         process = subprocess.Popen(
@@ -189,21 +189,21 @@ def spoken(
             errors="replace",
         )
         try:
-            return heard(process, given, longest, reply)
+            return heard(process, given, reply)
         finally:
             if process.poll() is None:
                 process.terminate()
             process.wait()
 
 
-def heard(process: "subprocess.Popen[str]", given: str, longest: int, reply: str | None) -> tuple[int, str]:
+def heard(process: "subprocess.Popen[str]", given: str, reply: str | None) -> tuple[int, str]:
     """Of `spoken`, what comes after the start."""
     replied = last = ""
     for stdin in filter(None, [process.stdin]):
         with suppress(BrokenPipeError):  # it ended at once, and says why
             stdin.write(given)
             stdin.close()
-    while process.stdout and (line := process.stdout.readline(longest)):
+    while process.stdout and (line := process.stdout.readline(LONGEST)):
         if reply and line.startswith(reply):
             replied = line
         else:
@@ -403,13 +403,3 @@ def _refused(path: str, why: str) -> RigctlError:
         f"{path} {why}: nothing of what was built there is used. What was installed is not to be trusted: find out "
         "which package or build script made it before you deploy again"
     )
-
-
-def relayed(command: Sequence[str]) -> int:
-    """Run a command whose lines are shown; its exit code. It never holds the terminal of who looks on."""
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as process:
-        for line in process.stdout or []:
-            print(line, end="", flush=True)
-    return process.returncode

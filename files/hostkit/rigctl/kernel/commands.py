@@ -294,8 +294,7 @@ def prove_path(arguments: argparse.Namespace) -> int:
     if builder.needed():
         only = [f"--only={each}" for each in arguments.only]
         again = own_process("rigctl", "kernel", "prove", str(path), f"--cuobjdump={arguments.cuobjdump}", *only)
-        with builder.sandboxed(again, unit=f"prove-{os.getpid()}", reads=[path, arguments.cuobjdump.parent]) as command:
-            return builder.relayed(command)
+        return builder.spoken(again, unit=f"prove-{os.getpid()}", reads=[path, arguments.cuobjdump.parent])[0]
     if path.suffix == ".whl":
         held = cubins.of_wheel(path, arguments.cuobjdump)
     elif path.is_dir():

@@ -29,8 +29,6 @@ from rigctl.own_process import own_process
 RESULT = "rigctl-result: "
 ALONE = ("take", "build", "forecast", "forget")
 """Steps that work in the build's directory."""
-LONGEST = 1 << 20
-"""Characters of a line: more than any answer has."""
 DISCONNECTED = "FETCHCONTENT_FULLY_DISCONNECTED"
 
 
@@ -93,7 +91,6 @@ def ask(job: KernelJob, step: str, given: Any = None, *, network: bool = False) 
     code, said = builder.spoken(
         own_process("rigctl.kernel.steps", step),
         json.dumps({"order": job.document(), "given": given}),
-        LONGEST,
         RESULT,
         # Only who has the library's lock may end a build that another process has left behind.
         unit=f"kernel-{job.package}" + ("" if step in ALONE else f"-{os.getpid()}"),

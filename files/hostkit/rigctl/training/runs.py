@@ -30,8 +30,6 @@ from rigctl.training.place import Step
 
 CAP_NET_ADMIN = 12
 INIT = Path("/proc/1/status")
-LONGEST = 1 << 16
-"""Characters of a line of a step."""
 
 
 class Before(Happened):
@@ -204,7 +202,6 @@ def _step(job: TrainingJob, one: Step, parts: int, *, again: bool) -> None:
     code, last = builder.spoken(
         own_process("rigctl.training.step", *words),
         json.dumps(job.document()),
-        LONGEST,
         unit=f"train-{job.name}",
         writes=[Path(job.directory), Path(job.states.staging)],
         # An engine that is not private listens on the machine's own loopback.
