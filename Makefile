@@ -51,10 +51,17 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 	@$(PIP) --require-hashes -r requirements/control.txt
 	@touch $@
 
-demo: supported .venv/run ## boot the sandbox, deploy, start a configuration, print its answer
+# The box's root needs nothing of .venv: both are made at the same time.
+.PHONY: box-root
+box-root:
+	@PYTHONPATH=files/hostkit $(PYTHON) -m rig.sandbox.build
+
+demo: supported ## boot the sandbox, deploy, start a configuration, print its answer
+	@$(MAKE) -s --no-print-directory -j2 .venv/run box-root
 	@$(RIG) demo $(if $(V),-v)
 
-sandbox: supported .venv/run ## make and boot the box on this machine
+sandbox: supported ## make and boot the box on this machine
+	@$(MAKE) -s --no-print-directory -j2 .venv/run box-root
 	@$(RIG) sandbox up
 
 sandbox-stop: .venv/run ## shut the box down

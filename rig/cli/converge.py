@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from functools import cache
@@ -387,11 +387,17 @@ def deploy_command(
 
 
 def deploy(
-    progress: Progress, inventory: str, limits: Sequence[str], extra: Sequence[str] = (), file: Path | None = None
+    progress: Progress,
+    inventory: str,
+    limits: Sequence[str],
+    extra: Sequence[str] = (),
+    file: Path | None = None,
+    changed: Callable[[], object] = lambda: None,
 ) -> Plan:
     """Deploy, then plan again: only a plan with nothing left to do, which is returned, is success. Raises RunFailed.
 
-    What would be refused at its end, after engines and 595 GB, is refused before its first step.
+    What would be refused at its end, after engines and 595 GB, is refused before its first step. changed: called once
+    the hosts are changed, before they are looked at again.
     """
     progress.begin("plan")
     plan = make_plan(inventory, limits, extra, quiet=True)
@@ -402,6 +408,7 @@ def deploy(
     print_findings(plan, {})
     if plan.changes:
         change_hosts(progress, inventory, limits, DEPLOY_FILE, extra)
+        changed()
         progress.begin("plan again")
         plan = make_plan(inventory, limits, extra, quiet=True)
         progress.end(f"{len(plan.changes)} operations are left")

@@ -32,7 +32,9 @@ def demo(progress: Progress) -> None:
     box = Box()
     _port_free_or_ours(box)
     _follow(progress, "box", [sys.executable, "-m", "rig", "sandbox", "up"])
-    converge.deploy(progress, INVENTORY, ())
+    # The engine loads while the box is looked at again; `switch` starts it where this did not, and tells why.
+    begin = box.ssh_command(f"systemctl start --no-block {unit_name(CONFIGURATION)}")
+    converge.deploy(progress, INVENTORY, (), changed=lambda: subprocess.run(begin, capture_output=True, check=False))
     _follow(progress, "start", box.ssh_command(f"rigctl switch {CONFIGURATION}"))
     progress.begin("ask")
     answer = _ask(box)

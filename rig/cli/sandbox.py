@@ -1,6 +1,5 @@
 """`kimi-rig sandbox`: the life of a box."""
 
-import fcntl
 import os
 import platform
 import shlex
@@ -8,15 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
 
 from rig.cli.arguments import FAILED, Verb
 from rig.sandbox import boot, build, limits
-from rig.sandbox.box import DEFAULT_NAME, Box, SandboxError, State, write_atomic
+from rig.sandbox.box import DEFAULT_NAME, Box, SandboxError, State
+from rig.sandbox.build import claim, locked, phase, say
 from rig.sandbox.machine import check_supported, survey
 
 
@@ -39,48 +39,6 @@ def _verb(name: str, **settings: Any) -> Callable[[Callable[..., Any]], click.Co
 def sandbox_command(context: click.Context, name: str) -> None:
     """The box: a Debian machine that systemd-nspawn boots on this computer, reached over SSH like a real host."""
     context.obj = Box(name)
-
-
-def say(box: Box, text: str) -> None:
-    print(f"{box.name}: {text}", flush=True)
-
-
-@contextmanager
-def phase(box: Box, done: str) -> Iterator[None]:
-    """Say what was done and how long it took."""
-    begin = time.monotonic()
-    yield
-    say(box, f"{done} ({time.monotonic() - begin:.1f} s)")
-
-
-@contextmanager
-def locked(box: Box) -> Iterator[int]:
-    """One command at a time per box; the descriptor keeps the lock for a child that outlives us."""
-    box.base.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(box.lock, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(box, "another command is at work on it; waiting")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def claim(box: Box) -> None:
-    """Make the box's directory, or see that it is ours; an empty one may become ours."""
-    directory = box.directory
-    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
-        raise SandboxError(f"{directory} is no directory; use another --name, or another KIMI_RIG_SANDBOX_DIR")
-    if directory.exists() and not box.marker.is_file() and any(directory.iterdir()):
-        raise SandboxError(
-            f"{directory} exists and is not a box of ours (no {box.marker.name} in it); "
-            "use another --name, or another KIMI_RIG_SANDBOX_DIR"
-        )
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomic(box.marker, f"{box.name}\n")
 
 
 @_verb("up")
@@ -120,10 +78,6 @@ def already_running(box: Box, state: State) -> int:
 def boot_box(box: Box, state: State, lock: int) -> None:
     """Build what is missing, then boot."""
     machine = survey()
-    built = box.stamp.is_file()
-    if packages := build.missing_packages(build=not built):
-        with phase(box, f"{', '.join(packages)} installed"):
-            build.install_packages(box, packages)
     if boot.stop(box):
         say(box, "processes left of an earlier start ended")
     if owner := boot.port_owner(state.port):
@@ -131,13 +85,8 @@ def boot_box(box: Box, state: State, lock: int) -> None:
             f"port {state.port} on 127.0.0.1 is in use by {owner}; "
             "end that, or set KIMI_RIG_SANDBOX_PORT to a free port"
         )
+    build.make(box, machine, state, lock)
     build.make_keys(box)
-    if not built:
-        if box.root.exists():
-            say(box, "half-made root found; making it again")
-        box.limits.unlink(missing_ok=True)
-        with phase(box, "root made"):
-            build.build_root(box, machine, state, lock)
     build.furnish(box, machine, state)
     binds = tuple(str(path) for path in machine.binds)
     with phase(box, "booted"):

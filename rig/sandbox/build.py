@@ -1,15 +1,24 @@
-"""The box's file system: the root made by mmdebstrap or debootstrap, settings written before each boot."""
+"""The box's file system: the root made by mmdebstrap or debootstrap, settings written before each boot.
 
+As a program it makes the root of the default box, while pip installs what all else of ours needs: it needs the standard
+library alone.
+"""
+
+import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rig.sandbox.box import ADDRESS, Box, SandboxError, State, write_atomic
-from rig.sandbox.machine import RELEASE, Machine, has_password
+from rig.sandbox.machine import RELEASE, Machine, has_password, survey
+from rigctl.contract.foreign import gated
 
 PACKAGES = (
     *("systemd", "systemd-sysv", "dbus", "openssh-server", "python3", "ca-certificates"),
@@ -22,6 +31,48 @@ NETWORK_TROUBLE = re.compile(
     r"(?i)could not (connect|resolve)|temporary failure resolving|unable to connect|failed to fetch"
     r"|connection (failed|refused|timed out)|not reachable|couldn't download"
 )
+
+
+def say(box: Box, text: str) -> None:
+    print(f"{box.name}: {text}", flush=True)
+
+
+@contextmanager
+def phase(box: Box, done: str) -> Iterator[None]:
+    """Say what was done and how long it took."""
+    begin = time.monotonic()
+    yield
+    say(box, f"{done} ({time.monotonic() - begin:.1f} s)")
+
+
+@contextmanager
+def locked(box: Box) -> Iterator[int]:
+    """One command at a time per box; the descriptor keeps the lock for a child that outlives us."""
+    box.base.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(box.lock, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(box, "another command is at work on it; waiting")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def claim(box: Box) -> None:
+    """Make the box's directory, or see that it is ours; an empty one may become ours."""
+    directory = box.directory
+    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
+        raise SandboxError(f"{directory} is no directory; use another --name, or another KIMI_RIG_SANDBOX_DIR")
+    if directory.exists() and not box.marker.is_file() and any(directory.iterdir()):
+        raise SandboxError(
+            f"{directory} exists and is not a box of ours (no {box.marker.name} in it); "
+            "use another --name, or another KIMI_RIG_SANDBOX_DIR"
+        )
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomic(box.marker, f"{box.name}\n")
 
 
 def find_tool(name: str) -> str | None:
@@ -98,9 +149,24 @@ def bootstrap_command(
     apart = ["unshare", "--mount"]
     if mmdebstrap is None:
         return [*apart, tool("debootstrap") or "debootstrap", "--variant=minbase", include, RELEASE, str(root)]
-    options = [f"--aptopt={option}" for option in machine.apt_options]
+    # Without a sync for each file, now and in the box: what a power failure would spoil is made again.
+    options = ["--dpkgopt=force-unsafe-io", *(f"--aptopt={option}" for option in machine.apt_options)]
     sources = ["-"] if machine.apt_sources else []
     return [*apart, mmdebstrap, "--mode=root", "--variant=minbase", include, *options, RELEASE, str(root), *sources]
+
+
+def make(box: Box, machine: Machine, state: State, lock: int) -> None:
+    """Make the box's root and install what this computer lacks for it, as far as they are not there."""
+    built = box.stamp.is_file()
+    if packages := missing_packages(build=not built):
+        with phase(box, f"{', '.join(packages)} installed"):
+            install_packages(box, packages)
+    if built:
+        return
+    say(box, "half-made root found; making it again" if box.root.exists() else "making its root (about 30 s)")
+    box.limits.unlink(missing_ok=True)
+    with phase(box, "root made"):
+        build_root(box, machine, state, lock)
 
 
 def build_root(box: Box, machine: Machine, state: State, lock: int) -> None:
@@ -244,3 +310,24 @@ def _default_environment(environment: Mapping[str, str]) -> str:
 def _hosts(name: str, machine_hosts: Path) -> str:
     text = machine_hosts.read_text(encoding="utf-8") if machine_hosts.exists() else "127.0.0.1 localhost\n"
     return f"127.0.1.1 {name}\n{text}"
+
+
+def main() -> int:
+    """Exit code 1 where the root cannot be made."""
+    sys.stdout, sys.stderr = gated(sys.stdout), gated(sys.stderr)
+    box = Box()
+    try:
+        state = box.planned()
+        with locked(box) as lock:
+            claim(box)
+            make(box, survey(), state, lock)
+    except (SandboxError, OSError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -34,6 +34,7 @@ class Computer:
     disk: int
     has_apt: bool
     has_box: bool
+    python: tuple[int, ...] = (3, 11)
 
 
 def reasons(computer: Computer) -> list[str]:
@@ -41,6 +42,10 @@ def reasons(computer: Computer) -> list[str]:
     if computer.system != "Linux":
         return [f"this is {computer.system}: the box needs Linux on x86-64; use a Linux machine or VM (or `make tour`)"]
     found = []
+    if computer.python < (3, 11):
+        found.append(
+            f"python3 is {'.'.join(map(str, computer.python))}: kimi-rig needs 3.11 (make PYTHON=python3.11 ...)"
+        )
     if computer.machine not in ("x86_64", "amd64"):
         found.append(
             f"the processor is {computer.machine}: engines are built for x86-64 only; use such a machine or VM"
@@ -77,6 +82,7 @@ def main() -> int:
         shutil.disk_usage(existing(boxes)).free if not built else LEAST_DISK,
         has_apt=shutil.which("apt-get") is not None,
         has_box=shutil.which("systemd-nspawn") is not None,
+        python=sys.version_info[:2],
     )
     found = reasons(computer)
     for reason in found:

@@ -107,7 +107,7 @@ LOCKS = {
     "files/hostkit/rigctl/kernel/compile_job.py": "between programs of the builder's, in a directory of one build's",
     "rig/operations/common.py": "opened by rig/operations/locks.py",
     "rig/operations/deploy_lock.py": "opened by rig/operations/locks.py",
-    "rig/cli/sandbox.py": "on the machine of whoever tests",
+    "rig/sandbox/build.py": "on the machine of whoever tests",
 }
 
 

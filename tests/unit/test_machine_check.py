@@ -26,6 +26,7 @@ FIT = Computer("Linux", "x86_64", 0, int(LEAST_MEMORY), LEAST_DISK, has_apt=True
         ({"memory": 2_000_000_000}, "2.0 GB of memory"),
         ({"disk": 3_000_000_000}, "KIMI_RIG_SANDBOX_DIR"),
         ({"has_apt": False}, "use Debian or Ubuntu"),
+        ({"python": (3, 9)}, "python3 is 3.9"),
     ],
 )
 def test_unfit(change: dict[str, Any], reason: str) -> None:
@@ -53,6 +54,18 @@ def test_it_answers_in_seconds_on_a_bare_interpreter() -> None:
     assert result.returncode in (0, 1)
     assert bool(result.stderr) == bool(result.returncode)
     assert time.monotonic() - begun < 5
+
+
+def test_a_root_is_made_by_a_bare_interpreter(tmp_path: Path) -> None:
+    """While pip installs what all else needs. Here the box's directory is somebody else's, so nothing is made."""
+    (tmp_path / "sandbox").mkdir()
+    (tmp_path / "sandbox" / "theirs").touch()
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "files/hostkit", "KIMI_RIG_SANDBOX_DIR": str(tmp_path)}
+    command = [sys.executable, "-S", "-m", "rig.sandbox.build"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"failed: {tmp_path}/sandbox exists and is not a box of ours")
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_virtual_environment_that_is_a_link_is_left_alone(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from rig.__main__ import main as kimi_rig
-from rig.cli.sandbox import claim
 from rig.sandbox import Box, SandboxError, boot, build, machine
 from rig.sandbox.box import REPOSITORY, State, port_from
+from rig.sandbox.build import claim
 from rig.sandbox.limits import not_enforced
 
 BARE = machine.Machine({}, {}, "", (), (), ())
