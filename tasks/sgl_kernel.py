@@ -16,13 +16,18 @@ from rig.plan.current import current_plan
 from rig.plan.host_plan import HostPlan
 
 
+def described(plan: HostPlan) -> None:
+    """The orders, and what they name: enough for `rigctl kernel plan`."""
+    files = [File(path, content) for path, content in kernel_files(plan).items()]
+    present(name="Describe kernel libraries", entries=files)
+
+
 @deploy("Kernel libraries")
 def sgl_kernel(plan: HostPlan) -> None:
     mine = kernels(plan)
     if not mine:
         return
-    files = [File(path, content) for path, content in kernel_files(plan).items()]
-    present(name="Describe kernel libraries", entries=files)
+    described(plan)
     packages = sorted({package for _, each in mine.values() for package in each.toolchain.packages})
     if packages:
         toolkit(

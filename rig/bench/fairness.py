@@ -1,7 +1,5 @@
 """Is a comparison fair, and is a difference real? Pure: results in, findings in words out."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +27,7 @@ class Finding:
     check: str
     message: str
 
-    def of(self, where: str) -> Finding:
+    def of(self, where: str) -> "Finding":
         """The same, said of `where`."""
         return replace(self, message=f"{where}: {self.message}")
 

@@ -3,8 +3,6 @@
 Pure but for reading the files. Every wrong entry raises CatalogError with one line a finding: file, line, entry.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import itertools
 import json
@@ -764,7 +762,7 @@ def _check_compared(catalog: Catalog, document: Document) -> Iterator[Finding]:
                 yield Finding(str(document.place(path)), "serving", path, message)
 
 
-def _check_current(name: str, entry: Configuration, catalog: Catalog, finding: Tell) -> Iterator[Finding]:
+def _check_current(name: str, entry: Configuration, catalog: Catalog, finding: "Tell") -> Iterator[Finding]:
     """NAME-current is NAME on another release."""
     base = catalog.serving.get(name.removesuffix("-current"), entry)
     if entry.accept.differs_from_base is not None:

@@ -5,8 +5,6 @@ release says of itself (flags with defaults, metrics) is kept in files/releases/
 without installing this one again. Nothing is written unless the release was locked, installed and answered.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -67,11 +65,11 @@ class Facts:
     registry: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, answer: Mapping[str, Any]) -> Facts:
+    def of(cls, answer: Mapping[str, Any]) -> "Facts":
         return cls(answer["options"], answer["metrics"], answer["registry"])
 
     @classmethod
-    def read(cls, release: str, folder: Path | None = None) -> Facts | None:
+    def read(cls, release: str, folder: Path | None = None) -> "Facts | None":
         """The recorded facts of a release; None when there are none."""
         path = (folder or FACTS) / f"{release}.json"
         return cls(**json.loads(path.read_text())) if path.exists() else None

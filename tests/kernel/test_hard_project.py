@@ -99,7 +99,7 @@ def test_a_dependency_edited_during_the_build_is_noticed(bench: Bench) -> None:
     assert f"{bench.root}/inner was edited while it was built; nothing was installed" in rest and bench.stored() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_command_that_is_ended_ends_its_build(bench: Bench, number: signal.Signals) -> None:
     bench.changes |= {"jobs": 1, "environment": {**bench.content()["environment"], "CCACHE_DISABLE": "1"}}
     process = bench.start()

@@ -35,8 +35,10 @@ from tests.unit.test_memory import CONFIG
 TURIN = ROOT / "rig/facts/turin-direct.json"
 
 
-def stage(tmp_path: Path, document: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run tasks/host.py for one answering host with the data of tests/support/inventory/group_data."""
+def stage(
+    tmp_path: Path, document: str, *arguments: str, task: str = "tasks/host.py", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a task for one answering host with the data of tests/support/inventory/group_data."""
     # A refusal is a command that fails on the host.
     responses = {"KIMI_RIG_FACTS": document, "exit 1": {"success": False}}
     answers = {"fake_delay": 0, "fake_delay_jitter": 0, "fake_responses": responses}
@@ -44,7 +46,7 @@ def stage(tmp_path: Path, document: str, *arguments: str, **variables: str) -> s
     command = [sys.executable, "-m", "pyinfra", "--chdir", str(ROOT), "--group-data", str(GROUP_DATA)]
     environment = os.environ | {"PYINFRA_PROGRESS": "off", "PYTHONPATH": f"{ROOT}:{ROOT}/files/hostkit"} | variables
     return subprocess.run(
-        [*command, "-vv", str(tmp_path / "gpu.py"), "tasks/host.py", *arguments],
+        [*command, "-vv", str(tmp_path / "gpu.py"), task, *arguments],
         capture_output=True,
         text=True,
         env=environment,
@@ -66,6 +68,15 @@ def test_a_turin_host_is_staged_and_marked(tmp_path: Path) -> None:
     assert "systemctl enable -q kimi-acs.service" in output
     assert "printf '%s\\n' 'kernel_argument.iommu = off'" in output
     assert "Reboot" not in output
+
+
+def test_orders_of_kernels_are_sent_alone(tmp_path: Path) -> None:
+    """An operator asks `rigctl kernel plan` what an entry lacks before a deploy builds from it."""
+    done = stage(tmp_path, TURIN.read_text(), "-y", task="tasks/kernel_orders.py")
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output[-2000:]
+    assert re.search(r'mv -fT "\$t" /etc/kimi-rig/kernels/sglang-0.5.9.json', output), output[-2000:]
+    assert "kernel ensure" not in output and "apt-get" not in output and "systemd-run" not in output
 
 
 def test_warnings_and_notes_of_the_preflight_appear_once_in_plan_and_deploy(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import signal
@@ -10,6 +12,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ from rigctl import builder, cli
 from rigctl.contract import layout
 from rigctl.contract.kernel_job import KernelJob
 from rigctl.errors import RigctlError
-from rigctl.kernel import build, commands, cubins, install, memory, requirements, source, store, toolchain
+from rigctl.kernel import build, commands, cubins, install, memory, requirements, source, steps, store, toolchain
 from rigctl.kernel.compile_job import DEFAULT_MIB, Known, Running, State, fits
 from tests.support.plans import data
 from tests.unit.test_operations import local_state
@@ -464,6 +467,16 @@ def test_a_killed_launcher_is_forgotten(tmp_path: Path) -> None:
     assert state.running() == [Running(500, 0)]
 
 
+def test_a_number_that_another_user_has_by_now_is_no_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(_: int, __: int) -> None:
+        raise PermissionError
+
+    state = State(tmp_path / "state")
+    (state.jobs / "4711").write_text("9000 0")
+    monkeypatch.setattr(os, "kill", kill)
+    assert state.running() == [] and not (state.jobs / "4711").exists()
+
+
 def test_a_job_is_measured_when_another_asks(tmp_path: Path) -> None:
     state = State(tmp_path / "state")
     steps = ("import sys", "b = bytearray(200 << 20)", "print(flush=True)", "sys.stdin.read(1)", "del b")
@@ -521,14 +534,14 @@ def test_the_digest_of_a_tree_is_its_content(tmp_path: Path) -> None:
 
 
 def test_a_copy_is_whole_and_another_state_is_noticed(tmp_path: Path) -> None:
-    wanted = spec(tmp_path, subdirectory="sub")
+    wanted, memos = spec(tmp_path, subdirectory="sub"), tmp_path / "memos"
     tree(tmp_path / "source")
-    identity = source.identity(wanted, tmp_path / "memos")
+    identity = source.identity(wanted, memos)
     (tmp_path / "source" / "a.cu").write_text("edited meanwhile")
     with pytest.raises(RigctlError, match="was edited while it was copied"):
-        source.take(wanted, tmp_path / "work" / "source", identity)
+        source.take(wanted, tmp_path / "work" / "source", identity, memos)
     assert not (tmp_path / "work" / "source").exists()
-    source.take(wanted, tmp_path / "work" / "source", source.identity(wanted, tmp_path / "memos"))
+    source.take(wanted, tmp_path / "work" / "source", source.identity(wanted, memos), memos)
     assert (tmp_path / "work" / "source" / "a.cu").read_text() == "edited meanwhile"
 
 
@@ -543,6 +556,104 @@ def test_a_copy_leaves_out_version_control_and_keeps_links(tmp_path: Path) -> No
     with pytest.raises(RigctlError, match=r"could not be copied to .*: No such file or directory"):
         source.copy(tmp_path / "gone", tmp_path / "three")
     assert not (tmp_path / "three").exists()
+
+
+def test_what_a_link_out_of_a_tree_leads_to_is_a_part_of_it(tmp_path: Path) -> None:
+    """A dependency in the place of a submodule, linked: its edit is another source, and a copy still finds it."""
+    one, beside = tree(tmp_path / "one"), tree(tmp_path / "beside")
+    (one / "ext").symlink_to("../beside")
+    (one / "b.h").symlink_to("../beside/a.cu")
+    for round_, target in enumerate(("..", "here", "ext/back", "/nowhere")):  # in circles, upwards, nowhere
+        (one / f"odd{round_}").symlink_to(target)
+    (one / "here").symlink_to("here")
+    (beside / "back").symlink_to("../one")
+    memo = tmp_path / "memo.json"
+    first = source.tree_digest(one, memo)
+    assert source.tree_digest(one, memo) == first
+    source.copy(one, tmp_path / "elsewhere" / "copy")
+    assert (tmp_path / "elsewhere" / "copy" / "b.h").read_text() == "one"
+    assert (tmp_path / "elsewhere" / "copy" / "ext" / "a.cu").read_text() == "one"
+    (beside / "a.cu").write_text("two")
+    assert source.tree_digest(one, memo) != first
+
+
+def test_an_edit_that_keeps_size_and_time_is_an_edit(tmp_path: Path) -> None:
+    one, memo = tree(tmp_path / "one"), tmp_path / "memo.json"
+    first, before = source.tree_digest(one, memo), (one / "a.cu").stat()
+    (tmp_path / "second-name").hardlink_to(one / "a.cu")
+    (tmp_path / "second-name").write_text("two")
+    os.utime(one / "a.cu", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert source.tree_digest(one, memo) != first
+
+
+def test_a_copy_of_a_read_only_tree_can_be_patched_written_and_removed(tmp_path: Path) -> None:
+    one, inner = tree(tmp_path / "one"), tree(tmp_path / "inner")
+    (one / "ext").mkdir()
+    (one / "ext" / "inner").symlink_to(tmp_path / "theirs")
+    tree(tmp_path / "theirs")
+    for folder in (one, one / "ext", inner):
+        (folder / "file").write_text("x")
+        (folder / "file").chmod(0o444)
+        folder.chmod(0o555)
+    copy = tmp_path / "copy"
+    source.copy(one, copy, {"ext/inner": inner})
+    modes = {path.stat().st_mode & 0o700 for path in (copy, copy / "ext", copy / "ext/inner")}
+    assert modes == {0o700} and (copy / "ext/inner/file").stat().st_mode & 0o600 == 0o600
+    assert not (copy / "ext/inner").is_symlink() and not (tmp_path / "theirs" / "file").exists()
+    copy.chmod(0o555)
+    source.remove(copy)
+    source.remove(copy)
+    assert not copy.exists() and (one / "file").stat().st_mode & 0o777 == 0o444
+
+
+def test_odd_files_of_a_tree_end_nothing_without_a_word(tmp_path: Path) -> None:
+    """Names that are no UTF-8 are read; a pipe, which would be read for ever, is named."""
+    one = tree(tmp_path / "one")
+    Path(os.fsdecode(os.fsencode(one) + b"/\xff.cu")).touch()
+    (one / "sub").mkdir(exist_ok=True)
+    (one / "sub" / "gone.cmake").symlink_to("nowhere")
+    (one / "sub" / "CMakeLists.txt").mkdir()
+    assert source.tree_digest(one) != source.tree_digest(tree(tmp_path / "two"))
+    assert requirements.fetched(spec(tmp_path, subdirectory="sub"), one) == {}
+    os.mkfifo(one / "pipe")
+    with pytest.raises(RigctlError, match="one/pipe is neither file, directory nor link"):
+        source.tree_digest(one)
+
+
+def test_a_full_disk_ends_a_step_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: KernelJob, __: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/work/memo.json")
+
+    monkeypatch.setattr(steps, "STEPS", {"inputs": full})
+    monkeypatch.setattr(steps, "end_with_us", nullcontext)
+    monkeypatch.setattr(builder, "inside", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["steps", "inputs"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"order": order(tmp_path), "given": None})))
+    assert steps.main() == 1
+    said = capsys.readouterr().out
+    assert said.startswith(steps.RESULT) and "/work/memo.json: No space left on device" in said
+
+
+def test_a_source_whose_patching_was_killed_is_taken_anew(tmp_path: Path) -> None:
+    tree(tmp_path / "source")
+    series = tmp_path / "series"
+    series.mkdir()
+    for number, (old, new) in enumerate((("one", "two"), ("two", "three"))):
+        end = "\\ No newline at end of file\n"
+        text = f"--- a/a.cu\n+++ b/a.cu\n@@ -1 +1 @@\n-{old}\n{end}+{new}\n{end}"
+        (series / f"{number}.patch").write_text(text)
+    wanted = spec(tmp_path, subdirectory="sub", patches=str(series), minimum_disk_mib=0)
+    wanted.root.mkdir(parents=True)
+    chain = toolchain.Toolchain(tmp_path, tmp_path, tmp_path, {"torch": "2"})
+    made = build.Build(wanted, chain, build.gather(wanted, chain))
+    made.take()
+    assert (made.source / "a.cu").read_text() == "three"
+    (made.source / "a.cu").write_text("two")
+    (made.source / source.PATCHED).unlink()
+    made.take()
+    assert (made.source / "a.cu").read_text() == "three"
 
 
 def test_a_source_that_is_not_there(tmp_path: Path) -> None:
@@ -618,7 +729,7 @@ def test_a_commit_is_fetched_alone_with_its_submodules(tmp_path: Path, repositor
     main, first, _ = repository
     wanted = spec(tmp_path, source={"kind": "git", "url": str(main), "commit": first, "submodules": True})
     target = tmp_path / "work" / "source"
-    source.take(wanted, target, source.identity(wanted, tmp_path / "memos"))
+    source.take(wanted, target, source.identity(wanted, tmp_path / "memos"), tmp_path / "memos")
     assert (target / "a.cu").read_text() == "one" and (target / "part" / "a.cu").read_text() == "one"
     assert git("rev-list", "--count", "--all", at=target) in ("0", "1"), "nothing but the commit"
 
@@ -628,7 +739,7 @@ def test_a_bundle_serves_a_host_without_network(tmp_path: Path, repository: tupl
     git("bundle", "create", "-q", str(tmp_path / "all.bundle"), "--all", at=main)
     bundle = str(tmp_path / "all.bundle")
     asked = {"kind": "git", "url": "https://unreachable.invalid/x", "commit": first, "mirror": bundle}
-    source.take(spec(tmp_path, source=asked), tmp_path / "work" / "source", f"git:{first}")
+    source.take(spec(tmp_path, source=asked), tmp_path / "work" / "source", f"git:{first}", tmp_path / "memos")
     assert (tmp_path / "work" / "source" / "a.cu").read_text() == "one"
 
 
@@ -636,7 +747,8 @@ def test_a_wrong_commit_is_named(tmp_path: Path, repository: tuple[Path, str, st
     main, first, _ = repository
     wrong = "0" * 39 + "1"
     with pytest.raises(RigctlError, match=f"commit {wrong} could not be fetched .*correct the kernel's commit"):
-        source.take(spec(tmp_path, source={"kind": "git", "url": str(main), "commit": wrong}), tmp_path / "w", "")
+        asked = {"kind": "git", "url": str(main), "commit": wrong}
+        source.take(spec(tmp_path, source=asked), tmp_path / "w", "", tmp_path / "memos")
     assert not (tmp_path / "w").exists()
     with pytest.raises(RigctlError, match=r"source.commit: a branch or tag is a moving name: pin the commit"):
         spec(tmp_path, source={"kind": "git", "url": str(main), "commit": first[:10]})

@@ -1,7 +1,5 @@
 """`rigctl bench`: measure serving configurations on this host, one after another (used by benchmark.py)."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Iterable
@@ -54,7 +52,7 @@ _VERBS: dict[str, tuple[str, Callable[[argparse.Namespace], int], dict[str, dict
 }
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser("bench", help="measure serving configurations (used by benchmark.py)")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, (words, run, options) in _VERBS.items():

@@ -3,8 +3,6 @@
 Names as vLLM 0.16 to 0.33 and SGLang 0.5.9 to 0.5.23 export them (engines.md, section 5).
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time
@@ -133,7 +131,7 @@ class Observer:
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Observer:
+    def __enter__(self) -> "Observer":
         self._thread.start()
         return self
 

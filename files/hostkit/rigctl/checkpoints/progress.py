@@ -1,7 +1,5 @@
 """What a job is doing: counters that workers advance, a status file that readers poll, lines for people."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -148,7 +146,7 @@ class Reporter:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="report", daemon=True)
 
-    def __enter__(self) -> Reporter:
+    def __enter__(self) -> "Reporter":
         self._write(self.progress.snapshot())
         self._thread.start()
         return self

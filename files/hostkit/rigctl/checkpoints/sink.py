@@ -1,7 +1,5 @@
 """A file being filled: resumed, hashed as it grows, never longer than its manifest says."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os
@@ -87,7 +85,7 @@ class Sink:
         self._descriptor = -1
         self._begun = 0  # up to where the kernel was told to write
 
-    def __enter__(self) -> Sink:
+    def __enter__(self) -> "Sink":
         self._descriptor = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self._hasher = FileHasher.of(self.entry)
         size = os.fstat(self._descriptor).st_size

@@ -1,7 +1,5 @@
 """Proof that files on disk are the checkpoint: by digest (all cores), or by the record of the last proof."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import stat
@@ -38,7 +36,7 @@ class FileHasher:
         self._hash = hashlib.sha256() if kind == "sha256" else blob
 
     @classmethod
-    def of(cls, file: File) -> FileHasher:
+    def of(cls, file: File) -> "FileHasher":
         """A hasher of the kind that this file is proved by."""
         return cls("sha256" if file.sha256 else "git_sha1", file.size)
 
@@ -58,7 +56,7 @@ class Seen:
     inode: int
 
     @classmethod
-    def of(cls, status: os.stat_result) -> Seen:
+    def of(cls, status: os.stat_result) -> "Seen":
         return cls(status.st_size, status.st_mtime_ns, status.st_ino)
 
 

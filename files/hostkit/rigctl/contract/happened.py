@@ -3,8 +3,6 @@
 Only what is named here is taken over, each value of its type. One that the version before wrote may have fewer keys.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any, ClassVar, Self
 

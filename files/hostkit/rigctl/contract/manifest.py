@@ -3,8 +3,6 @@
 A hub lists sha256 for large files, for small ones only the git blob id (SHA-1 of a header and the content).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -138,14 +136,14 @@ class Manifest(Order):
             kept[path] = kept[path].model_copy(update={"sha256": sha256})
         return type(self)(source=self.source, revision=self.revision, files=tuple(kept.values()))
 
-    def differing(self, right: Manifest) -> list[File]:
+    def differing(self, right: "Manifest") -> list[File]:
         """Files of another manifest of the same content that this one does not confirm by a digest of the same kind."""
         same = {(file.path, file.size, digest) for file in self.files for digest in file.digests()}
         return [
             file for file in right.files if not any((file.path, file.size, digest) in same for digest in file.digests())
         ]
 
-    def describes(self, other: Manifest) -> bool:
+    def describes(self, other: "Manifest") -> bool:
         """Whether both list the same files: equal sizes, and no digest of one contradicts the other's."""
         return self.by_path.keys() == other.by_path.keys() and all(
             mine.size == theirs.size

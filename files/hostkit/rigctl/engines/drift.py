@@ -6,8 +6,6 @@ the environment was made from, and look for mixtures that engines die of: FlashI
 (vllm#49804, flashinfer#4337), more than one NCCL, packages that overwrite one another (sglang#12723).
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -306,7 +304,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if drifted else 0
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `drift` to the command line."""
     parser = subparsers.add_parser("drift", help="has an engine's environment changed?")
     parser.add_argument("action", choices=("check",))

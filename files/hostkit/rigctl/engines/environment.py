@@ -5,8 +5,6 @@ written last, is there. A half-made one is made anew. The builder fetches and un
 made root's, patched and proved.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -35,7 +33,7 @@ BUILD_LOCK = ".lock"
 """Beside the environments of a release."""
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser("environment", help="build an engine environment from its lock")
     actions = parser.add_subparsers(dest="action", required=True)
     build_parser = actions.add_parser("build")

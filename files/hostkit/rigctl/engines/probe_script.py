@@ -6,8 +6,6 @@ options (true: list every flag with its default). Only the answer comes on stand
 prints goes to standard error. No GPU is needed or used.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """`rigctl probe`: what an installed engine can do, asked of its code rather than of its version number."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -147,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `probe` to the command line."""
     parser = subparsers.add_parser("probe", help="ask an installed engine what it can do")
     parser.add_argument("--env", type=Path, required=True, help="the engine's virtual environment")

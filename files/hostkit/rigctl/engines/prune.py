@@ -5,8 +5,6 @@ names, and always what a process, a job or a unit uses. With them go the wheels 
 copies. Of the states themselves the last eight, if their environments are there.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -180,7 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `prune` to the command line."""
     parser = subparsers.add_parser("prune", help="remove engine environments that no state needs")
     parser.add_argument("--drop", type=Path, metavar="PATH", help="remove this one, which a rollback would return to")

@@ -4,12 +4,10 @@ What is built is an order that the deploy writes (rigctl/contract/kernel_job.py)
 by name.
 """
 
-from __future__ import annotations
-
 import argparse
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `kernel` to the command line."""
     # The compiler launcher is in this package too, and starts once a file.
     from rigctl.kernel.commands import register as register_commands

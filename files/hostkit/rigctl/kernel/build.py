@@ -95,7 +95,7 @@ def work_directory(job: KernelJob, digest: str) -> Path:
 
 def forget(job: KernelJob, digest: str) -> None:
     """Remove a build's directory."""
-    shutil.rmtree(work_directory(job, digest), ignore_errors=True)
+    source.remove(work_directory(job, digest))
 
 
 def prove(job: KernelJob, wheel: Path, chain: Toolchain, wanted: Sequence[str]) -> cubins.Cubins:
@@ -197,21 +197,23 @@ class Build:
         }
 
     def take(self) -> None:
-        """A private copy of the source, which may need a network. Raises RigctlError."""
+        """A private copy of the source, patched, which may need a network. Raises RigctlError."""
         for other in self.work.parent.glob("*"):
             # One that was given up: ccache has what it compiled.
             if other != self.work:
-                shutil.rmtree(other)
+                source.remove(other)
         self._room()
-        source.take(self.job, self.source, str(self.inputs.values["source"]))
+        if self.job.patches is not None and not (self.source / source.PATCHED).exists():
+            source.remove(self.source)  # some patches may be applied already
+        source.take(self.job, self.source, str(self.inputs.values["source"]), _memos(self.job))
+        if self.job.patches is not None:
+            source.apply_patches(self.job.patches, self.source)
 
     def _prepare(self) -> None:
         """The work directory with all that configuration reads. Raises RigctlError with what is missing."""
         self.take()
         shutil.rmtree(self.work / "tmp", ignore_errors=True)
         (self.work / "tmp").mkdir()
-        if self.job.patches is not None:
-            source.apply_patches(self.job.patches, self.source)
         requirements.refuse(self.job, requirements.undeclared(self.job, self.source))
         for name, dependency in self.job.dependencies.items():
             target = self._copy_of(name)

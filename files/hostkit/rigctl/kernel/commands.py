@@ -1,7 +1,5 @@
 """The subcommands of `rigctl kernel`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -28,7 +26,7 @@ WAIT_SECONDS = 12 * 3600
 """For another build of the same kernel: the limit of its job (rig/operations/kernel_wheels.py)."""
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `kernel` to the command line."""
     parser = subparsers.add_parser("kernel", help="build, prove and install an engine's CUDA kernel wheel")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")

@@ -84,7 +84,7 @@ def _gone(path: Path) -> bool:
     """Whether the process that a file is named after has ended; a killed one leaves its file, which goes now."""
     try:
         os.kill(int(path.name), 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # the second: its number is another user's by now
         path.unlink(missing_ok=True)
         return True
     return False

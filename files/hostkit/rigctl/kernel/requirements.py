@@ -99,7 +99,7 @@ def fetched(job: KernelJob, tree: Path) -> dict[str, str]:
     while pending:
         folder, root = pending.pop()
         seen.add(folder)
-        for path in sorted([*folder.rglob("CMakeLists.txt"), *folder.rglob("*.cmake")]):
+        for path in filter(Path.is_file, sorted([*folder.rglob("CMakeLists.txt"), *folder.rglob("*.cmake")])):
             text = re.sub(r"^\s*#.*", "", path.read_text(errors="replace"), flags=re.MULTILINE)
             for each in DECLARED.finditer(text):
                 found.setdefault(each[1], f"{root.name}/{path.relative_to(root)}")

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +15,14 @@ from rigctl.contract.kernel_job import GitSource, KernelJob, SourceDirectory
 from rigctl.errors import RigctlError
 from rigctl.whole_files import write_json
 
+PATCHED = ".kimi-rig-patched"
+"""File in a private copy to which all patches are applied."""
 # What version control and tools leave in a tree; no compiler reads it.
 IGNORED = {".git", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 
 
 def files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Files and links below `root`, in order, as (relative path, status)."""
+    """Files and links below `root`, in order, as (relative path, status). Raises RigctlError for pipes and the like."""
     pending = [""]
     while pending:
         prefix = pending.pop()
@@ -30,33 +33,50 @@ def files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
                 continue
             if entry.is_dir(follow_symlinks=False):
                 pending.append(f"{prefix}{entry.name}/")
-            else:
-                yield prefix + entry.name, entry.stat(follow_symlinks=False)
+                continue
+            status = entry.stat(follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode) and not stat.S_ISLNK(status.st_mode):
+                raise RigctlError(f"{entry.path} is neither file, directory nor link: take it out of the source")
+            yield prefix + entry.name, status
 
 
-def tree_digest(root: Path, memo: Path | None = None) -> str:
-    """sha256 over names and content. memo: a file that spares the reading while no size, time or inode has changed.
+def outside(link: Path, root: Path) -> Path | None:
+    """Where a link of a tree leads out of it. None: it stays in it, leads nowhere, or to what holds the tree."""
+    target, top = Path(os.path.realpath(link)), Path(os.path.realpath(root))  # links may go in circles
+    apart = not target.is_relative_to(top) and not top.is_relative_to(target)
+    return target if link.is_symlink() and apart and target.exists() else None
 
-    Raises RigctlError for a directory that is not there.
+
+def tree_digest(root: Path, memo: Path | None = None, above: tuple[Path, ...] = ()) -> str:
+    """sha256 over names and content, also of what links out of the tree lead to.
+
+    memo: a file that spares the reading while no size, time or inode has changed; of no use with such links. above:
+    the trees whose links led here. Raises RigctlError for a directory that is not there.
     """
     if not root.is_dir():
         raise RigctlError(f"{root}: no such directory")
     stamp = hashlib.sha256()
     listed = sorted(files(root), key=lambda each: each[0])
     for path, status in listed:
-        stamp.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}\0".encode())
+        # The time of change as well: who unpacks or edits a file may set the other one.
+        times = f"{status.st_mtime_ns}\0{status.st_ctime_ns}"
+        stamp.update(os.fsencode(f"{path}\0{status.st_size}\0{times}\0{status.st_ino}\0"))
+        if stat.S_ISLNK(status.st_mode) and outside(root / path, root):
+            memo = None
     remembered = _read(memo)
     if remembered.get("root") == str(root) and remembered.get("stamp") == stamp.hexdigest():
         return str(remembered["digest"])
     digest = hashlib.sha256()
     for path, _ in listed:
-        digest.update(f"{path}\0{_content(root / path)}\0".encode())
+        digest.update(os.fsencode(f"{path}\0{_content(root / path, root, (*above, root))}\0"))
     if memo is not None:
         write_json(memo, {"root": str(root), "stamp": stamp.hexdigest(), "digest": digest.hexdigest()}, durable=False)
     return digest.hexdigest()
 
 
-def _content(path: Path) -> str:
+def _content(path: Path, root: Path, above: tuple[Path, ...]) -> str:
+    if (target := outside(path, root)) and target not in above:
+        return tree_digest(target, None, above) if target.is_dir() else _content(target, root, above)
     if path.is_symlink():
         return f"-> {path.readlink()}"
     with path.open("rb") as content:
@@ -72,22 +92,46 @@ def _read(memo: Path | None) -> dict[str, str]:
 
 
 def copy(origin: Path, target: Path, nested: Mapping[str, Path] | None = None) -> None:
-    """A copy with times, links and modes, without what version control keeps; made whole or not at all.
+    """A copy with times and links, without what version control keeps, which its owner can write; whole or not at all.
 
     nested: further trees, by their place in it.
     """
     scratch = target.with_name(f".{target.name}.half")
-    shutil.rmtree(scratch, ignore_errors=True)
+    remove(scratch)
     scratch.parent.mkdir(parents=True, exist_ok=True)
     try:
         for place, tree in {".": origin, **(nested or {})}.items():
             ignore = shutil.ignore_patterns(*IGNORED)
+            if (scratch / place).is_symlink():
+                (scratch / place).unlink()  # to what the nested tree takes the place of
             shutil.copytree(tree, scratch / place, symlinks=True, ignore=ignore, dirs_exist_ok=True)
+            _own(scratch / place, tree)
     except (OSError, shutil.Error) as error:
-        shutil.rmtree(scratch, ignore_errors=True)
+        remove(scratch)
         why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
         raise RigctlError(f"{origin} could not be copied to {target}: {why}") from None
     scratch.rename(target)
+
+
+def remove(tree: Path) -> None:
+    """Delete a directory of ours, also one whose copied directories are read-only."""
+    for folder, _, _ in os.walk(tree):
+        Path(folder).chmod(stat.S_IRWXU)
+    if tree.exists():
+        shutil.rmtree(tree)
+
+
+def _own(tree: Path, origin: Path) -> None:
+    """Patches, configuration and a removal write into a copy; links out of the origin lead to the same from there."""
+    for folder, _, names in os.walk(tree):
+        Path(folder).chmod(Path(folder).stat().st_mode | stat.S_IRWXU)
+        for path in (Path(folder, name) for name in names):
+            if not path.is_symlink():
+                path.chmod(path.stat().st_mode | stat.S_IRUSR | stat.S_IWUSR)
+    for path, status in files(tree):
+        if stat.S_ISLNK(status.st_mode) and (target := outside(origin / path, origin)):
+            (tree / path).unlink()
+            (tree / path).symlink_to(target)
 
 
 def identity(job: KernelJob, memos: Path) -> str:
@@ -98,7 +142,7 @@ def identity(job: KernelJob, memos: Path) -> str:
     return f"tree:{tree_digest(source.path, memos / 'source.json')}"
 
 
-def take(job: KernelJob, target: Path, wanted: str) -> None:
+def take(job: KernelJob, target: Path, wanted: str, memos: Path) -> None:
     """A private copy of the source at `target`. wanted: its `identity`. Raises RigctlError when it became another."""
     if target.exists():
         return
@@ -107,8 +151,8 @@ def take(job: KernelJob, target: Path, wanted: str) -> None:
         checkout(source, target)
         return
     copy(source.path, target)
-    if (found := f"tree:{tree_digest(target)}") != wanted:
-        shutil.rmtree(target)
+    if (found := identity(job, memos)) != wanted:
+        remove(target)
         raise RigctlError(
             f"{source.path} was edited while it was copied ({found[:17]} is not {wanted[:17]}); deploy again"
         )
@@ -161,7 +205,7 @@ def _fetch(repository: Path, place: str, commit: str) -> str | None:
 
 def apply_patches(series: Path, root: Path) -> None:
     """Apply a directory of patches to a private copy, once. Raises RigctlError with git's words."""
-    done = root / ".kimi-rig-patched"
+    done = root / PATCHED
     if done.exists():
         return
     for patch in sorted(series.glob("*.patch")):

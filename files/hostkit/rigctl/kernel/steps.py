@@ -5,8 +5,6 @@ and at last one line with the answer go to standard output. What the builder ans
 on it but a wheel, as bytes, and figures to show.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -223,6 +221,8 @@ def main() -> int:
             content = {"answer": STEPS[sys.argv[1]](KernelJob.parse(request["order"], "the order"), request["given"])}
         except RigctlError as error:
             content = {"error": str(error)}
+        except OSError as error:  # such as a full disk, or a file that the builder cannot read
+            content = {"error": f"{error.filename}: {error.strerror}" if error.filename else str(error)}
     print(RESULT + json.dumps(content), flush=True)
     return 1 if "error" in content else 0
 

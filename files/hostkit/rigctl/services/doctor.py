@@ -1,7 +1,5 @@
 """`rigctl doctor`: one archive for a bug report, with secrets masked."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json
@@ -46,7 +44,7 @@ COMMANDS = {
 }
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser("doctor", help="pack what a bug report needs, secrets masked")
     stamp = time.strftime("%Y%m%d-%H%M%S")
     parser.add_argument("--output", type=Path, default=Path(f"kimi-rig-doctor-{stamp}.tar.gz"))

@@ -4,8 +4,6 @@ Engines started by hand leave workers that re-parent to PID 1 and keep 100 GB of
 vllm#55510), and segments that fill /dev/shm (sglang#40723).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -45,7 +43,7 @@ class Holder:
     engine: bool
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser("free", help="name who holds GPUs, ports and shared memory outside our units")
     parser.add_argument("--yes", action="store_true", help="end those processes and remove segments nobody uses")
     parser.add_argument("--json", action="store_true")

@@ -1,7 +1,5 @@
 """`rigctl status` and `rigctl chat`: what runs on this host, and a word with it."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -38,7 +36,7 @@ SETUP_FAILURES = {
 }
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     status = subparsers.add_parser("status", help="what runs, how its load proceeds, what its drafter achieves")
     status.add_argument("--json", action="store_true", help="the same as one JSON list")
     status.set_defaults(run=show)

@@ -1,7 +1,5 @@
 """`rigctl switch`, `logs`, `fallback`: from one configuration to another, and back when that fails."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import time
@@ -22,7 +20,7 @@ DISPLACED_SECONDS = 15
 IDLE_POLL_SECONDS = 2
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     switch = subparsers.add_parser("switch", help="start a configuration, stop those in its way, show the load")
     switch.add_argument("name")
     switch.add_argument("--warm", action="store_true", help="first read its files into memory, while the other serves")

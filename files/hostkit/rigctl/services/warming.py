@@ -4,8 +4,6 @@ Reads at idle I/O priority, and only where memory has room beside what is there:
 since it would read them again after a crash.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile
@@ -25,7 +23,7 @@ RESERVE_SHARE = 0.05  # of the host's memory; for what engine and system take me
 SAY_SECONDS = 5.0
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser("warm", help="read a configuration's files into memory, for a faster start")
     parser.add_argument("name")
     parser.set_defaults(run=lambda arguments: warm(named(arguments.name)))

@@ -4,8 +4,6 @@ February's loads were declared dead twice while they were alive; a hung collecti
 speed. So lines, I/O and GPU memory are proof of progress, and processor time alone is believed for a limited time.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -57,7 +55,7 @@ class Activity:
     used: Mapping[int, tuple[float, int]]
     gpu_mib: int | None = None
 
-    def since(self, before: Activity) -> tuple[float, int]:
+    def since(self, before: "Activity") -> tuple[float, int]:
         """Processor seconds and bytes since `before`; a process that is gone by now counts nothing."""
         cpu, moved = 0.0, 0
         for pid, (seconds, size) in self.used.items():

@@ -1,7 +1,5 @@
 """`rigctl ended`: runs after every end of a serving unit (ExecStopPost=). Clears up, and writes down what happened."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -23,7 +21,7 @@ RESTARTED_SECONDS = 10  # systemd starts the unit again after RestartSec=1
 GRACE_SECONDS = 0.5  # helpers of a multiprocessing program end by themselves a moment after it
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser("ended", help="clear up after a serving unit (used by systemd)")
     parser.add_argument("specification", type=Path)
     parser.set_defaults(run=lambda arguments: record(Specification.read(arguments.specification)))

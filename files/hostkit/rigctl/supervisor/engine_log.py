@@ -1,7 +1,5 @@
 """An engine's output: passed on to the journal, kept in one file a run, read for phase and progress."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -42,7 +40,7 @@ class EngineLog:
         engine: str,
         harmless: Sequence[str],
         secrets: Sequence[str],
-        file: RunFile,
+        file: "RunFile",
         journal: BinaryIO | None = None,
     ) -> None:
         self.phase = "starting the engine"

@@ -3,8 +3,6 @@
 It owns no state: the unit holds the command line, systemd the life cycle, and files in /run and /var/lib what happened.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -69,7 +67,7 @@ def received_within(seconds: float) -> signal.struct_siginfo | None:
     return received if sent and 0 <= received.si_pid <= LARGEST_PID else None
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser("serve", help="run an engine as the main process of its unit (used by systemd)")
     parser.add_argument("specification", type=Path)
     parser.add_argument("argv", nargs="+", help="the engine's command line, after --")

@@ -4,8 +4,6 @@ See docs/reference/tiny-models.md. The texts are in `kimi`, `qwen3` and `glm`, t
 tests/support/tiny_models.py.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
@@ -31,7 +29,7 @@ KINDS = {
 }
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     kinds = "\n".join(f"  {kind:<19} {purpose}" for kind, purpose in KINDS.items())
     parser = subparsers.add_parser(
         "tiny-model",
