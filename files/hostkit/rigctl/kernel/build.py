@@ -28,6 +28,7 @@ from rigctl.kernel import cubins, memory, requirements, source, store, toolchain
 from rigctl.kernel.compile_job import STATE, Known, State
 from rigctl.kernel.toolchain import Toolchain
 from rigctl.own_process import own_process
+from rigctl.whole_files import read_object, write_json
 
 FORCE = Path(__file__).with_name("force.cmake")
 STEP = re.compile(r"^\[(\d+)/(\d+)\] (.*)")
@@ -81,7 +82,7 @@ def gather(job: KernelJob, chain: Toolchain) -> Inputs:
 
 def known_memory(job: KernelJob, jobs: int) -> Known:
     """What is stated and was measured of the memory that files take, and what a build may take."""
-    return Known(job.memory_mib, _numbers(_memos(job) / PEAKS), memory.budget(job.memory_limit), jobs)
+    return Known(job.memory_mib, read_object(_memos(job) / PEAKS) or {}, memory.budget(job.memory_limit), jobs)
 
 
 def _memos(job: KernelJob) -> Path:
@@ -253,7 +254,7 @@ class Build:
 
     def seconds(self, files: Sequence[str]) -> list[float]:
         """Processor seconds of those files that an earlier build has measured."""
-        measured = _numbers(_memos(self.job) / SECONDS)
+        measured = read_object(_memos(self.job) / SECONDS) or {}
         return [measured[name] for name in map(self._name, files) if name in measured]
 
     def _room(self) -> None:
@@ -405,8 +406,7 @@ class Build:
                 if each.get("need"):
                     file = self._name(each["source"])
                     fresh[file] = max(each[key], fresh.get(file, 0))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({**_numbers(path), **fresh}, sort_keys=True))
+            write_json(path, {**(read_object(path) or {}), **fresh}, durable=False)
 
     def _name(self, path: str) -> str:
         """A source file, the same in every work directory."""
@@ -477,15 +477,6 @@ def progress(done: int, total: int, seconds: float | None, step: str) -> str:
 def duration(seconds: float) -> str:
     """ "12 min", or "70 s" below 90 seconds."""
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
-
-
-def _numbers(path: Path) -> dict[str, Any]:
-    """A file of numbers by name; none where it is not there."""
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found
 
 
 def _lines(log: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ import base64
 import contextlib
 import csv
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -28,6 +27,7 @@ from rigctl.engines.environment import BUILDERS_CACHE
 from rigctl.engines.installed import Distribution, distributions, interpreter, normalised, site_packages
 from rigctl.errors import RigctlError
 from rigctl.kernel import toolchain
+from rigctl.whole_files import read_object, write_json
 
 RECORD = drift.KERNEL_RECORD
 PROC = Path("/proc")
@@ -81,18 +81,12 @@ def differs(wheel: Path, site: Path) -> str | None:
 
 def record(job: KernelJob) -> dict[str, Any]:
     """What we last put in: {"digest", "package", "version"}; empty where we did not."""
-    try:
-        found: dict[str, Any] = json.loads((job.engine.path / RECORD).read_text())
-    except (OSError, ValueError):
-        return {}
-    return found
+    return read_object(job.engine.path / RECORD) or {}
 
 
 def write_record(job: KernelJob, **what: Any) -> None:
     """Written last: what it says is there is whole."""
-    scratch = job.engine.path / f"{RECORD}.new"
-    scratch.write_text(json.dumps(what, indent=2) + "\n")
-    scratch.replace(job.engine.path / RECORD)
+    write_json(job.engine.path / RECORD, what)
 
 
 def users(environment: Path, proc: Path = PROC) -> list[int]:

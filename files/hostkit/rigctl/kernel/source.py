@@ -1,7 +1,6 @@
 """Source trees: their digest, a private copy, a commit of a git repository. No file of the operator's is changed."""
 
 import hashlib
-import json
 import os
 import shutil
 import stat
@@ -13,7 +12,7 @@ from pathlib import Path
 from rigctl import builder
 from rigctl.contract.kernel_job import GitSource, KernelJob, SourceDirectory
 from rigctl.errors import RigctlError
-from rigctl.whole_files import write_json
+from rigctl.whole_files import read_object, write_json
 
 PATCHED = ".kimi-rig-patched"
 """File in a private copy to which all patches are applied."""
@@ -63,7 +62,7 @@ def tree_digest(root: Path, memo: Path | None = None, above: tuple[Path, ...] = 
         stamp.update(os.fsencode(f"{path}\0{status.st_size}\0{times}\0{status.st_ino}\0"))
         if stat.S_ISLNK(status.st_mode) and outside(root / path, root):
             memo = None
-    remembered = _read(memo)
+    remembered = (read_object(memo) if memo else None) or {}
     if remembered.get("root") == str(root) and remembered.get("stamp") == stamp.hexdigest():
         return str(remembered["digest"])
     digest = hashlib.sha256()
@@ -81,14 +80,6 @@ def _content(path: Path, root: Path, above: tuple[Path, ...]) -> str:
         return f"-> {path.readlink()}"
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
-
-
-def _read(memo: Path | None) -> dict[str, str]:
-    try:
-        found: dict[str, str] = json.loads(memo.read_text()) if memo else {}
-    except (OSError, ValueError):
-        return {}
-    return found
 
 
 def copy(origin: Path, target: Path, nested: Mapping[str, Path] | None = None) -> None:
@@ -125,13 +116,13 @@ def _own(tree: Path, origin: Path) -> None:
     """Patches, configuration and a removal write into a copy; links out of the origin lead to the same from there."""
     for folder, _, names in os.walk(tree):
         Path(folder).chmod(Path(folder).stat().st_mode | stat.S_IRWXU)
-        for path in (Path(folder, name) for name in names):
+        for path in (Path(folder, each) for each in names):
             if not path.is_symlink():
                 path.chmod(path.stat().st_mode | stat.S_IRUSR | stat.S_IWUSR)
-    for path, status in files(tree):
-        if stat.S_ISLNK(status.st_mode) and (target := outside(origin / path, origin)):
-            (tree / path).unlink()
-            (tree / path).symlink_to(target)
+    for name, status in files(tree):
+        if stat.S_ISLNK(status.st_mode) and (target := outside(origin / name, origin)):
+            (tree / name).unlink()
+            (tree / name).symlink_to(target)
 
 
 def identity(job: KernelJob, memos: Path) -> str:
