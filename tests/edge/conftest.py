@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import getpass
 import hashlib
 import json
@@ -53,10 +52,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def as_the_unit_does() -> None:
-    """MemoryDenyWriteExecute= of the unit: machine code made at run time is refused (prctl(2); Linux 6.3 and newer)."""
-    set_mdwe, refuse_exec_gain = 65, 1
-    ctypes.CDLL(None).prctl(set_mdwe, refuse_exec_gain, 0, 0, 0)
+# MemoryDenyWriteExecute= of the unit: machine code made at run time is refused (prctl(2), PR_SET_MDWE; Linux 6.3 and newer).
+AS_THE_UNIT_DOES = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(65, 1, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+)
 
 
 class Engine:
@@ -139,7 +138,8 @@ class Edge:
     def start(self) -> None:
         with self._log.open("wb") as log:
             command = [HAPROXY, "-Ws", "-f", str(self._directory / Path(CONFIGURATION).name)]
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=as_the_unit_does)
+            command = [sys.executable, "-c", AS_THE_UNIT_DOES, *command]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
         self._until(lambda: "Loading success" in self.log)
 
     def reload(self) -> None:
