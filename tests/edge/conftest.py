@@ -52,7 +52,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# MemoryDenyWriteExecute= of the unit: machine code made at run time is refused (prctl(2), PR_SET_MDWE; Linux 6.3 and newer).
+# MemoryDenyWriteExecute= of the unit: no machine code made at run time (prctl(2), PR_SET_MDWE; Linux 6.3 and newer).
 AS_THE_UNIT_DOES = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(65, 1, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 )
