@@ -5,6 +5,7 @@ from functools import partial
 from rig.artifacts.checkpoint_orders import expected_bytes, unpinned
 from rig.artifacts.disk import disk
 from rig.artifacts.units import engine_environment
+from rig.catalog.entries import recorded_fraction
 from rig.host.live_settings import reboot_needed, reboot_recommended
 from rig.host.memory_fit import MIB, Fit, configuration_fit
 from rig.host.model_memory import Model, Unaccounted
@@ -60,8 +61,8 @@ def _models(plan: HostPlan) -> dict[str, frozenset[str]]:
 def fits(plan: HostPlan) -> tuple[tuple[Fit, ...], dict[str, str]]:
     """The memory account of each configuration, and those without one: name -> what is missing.
 
-    A checkpoint that is not on the host yet is known by its catalogue entry's shape. A target that does not fit alone
-    has an account whatever its drafter is.
+    A checkpoint that is not on the host yet is known by its catalogue entry's shape. A target whose drafter is not
+    known has both: the account without it, and what is missing.
     """
     memory = min((card.memory_mib for card in plan.decision.cards if card.memory_mib), default=0)
     accounts: list[Fit] = []
@@ -69,18 +70,20 @@ def fits(plan: HostPlan) -> tuple[tuple[Fit, ...], dict[str, str]]:
     for name, entry in plan.serving.items():
         if not (entry.gpus and memory):
             continue
-        if not entry.fraction:
+        fraction = entry.fraction or recorded_fraction(entry.release)
+        if not fraction:
             unknown[name] = "its share of a card's memory is not decided: its entry names no memory_fraction"
             continue
         engine = plan.environments[entry.release].release.engine
-        account = partial(configuration_fit, name, entry, engine, int(entry.fraction * memory * MIB))
+        account = partial(configuration_fit, name, entry, engine, int(fraction * memory * MIB))
         drafter = entry.drafter
         of = entry.target
         try:
             target = _model(plan, entry.target)
-            alone = account((target, None))
-            of = drafter or of
-            accounts.append(account((target, _model(plan, drafter))) if drafter and alone.starts else alone)
+            accounts.append(account((target, None)))
+            if drafter and accounts[-1].starts:
+                of = drafter
+                accounts[-1] = account((target, _model(plan, drafter)))
         except Unaccounted as why:
             unknown[name] = f"{of}: {why}"
     return tuple(accounts), unknown
@@ -95,7 +98,7 @@ def _model(plan: HostPlan, checkpoint: str) -> Model:
     size = expected_bytes(checkpoint, entry)
     if not ((entry.shape or cache) and size):
         lacking = "bytes" if entry.shape or cache else "shape"
-        raise Unaccounted(f"no config.json of it was read on the host, and its entry says no {lacking}")
+        raise Unaccounted(f"no config.json of it was read on the host, and its entry names no `{lacking}`")
     return Model(entry.shape, size, cache)
 
 

@@ -928,6 +928,13 @@ def recorded_names(release: str, what: str) -> frozenset[str] | None:
     return None if names is None else frozenset(names)
 
 
+def recorded_fraction(release: str) -> float | None:
+    """Share of a card's memory that vLLM takes when nothing is said; None of SGLang, which decides by itself, and
+    without a record."""
+    said = (_recorded_options(release) or {}).get("--gpu-memory-utilization")
+    return None if said is None else float(said)
+
+
 def negative_form(release: str, flag: str) -> list[str]:
     """The words that turn a flag off: the parser's --no- form, or none where off is what leaving it out means.
 

@@ -304,9 +304,14 @@ def _memory(facts: HostFacts, decision: Decision, needs: Needs) -> Iterator[Find
         elif one.tokens < 2 * one.context:
             many = "one request of full length" if one.fits else "no request of full length"
             yield _warning("memory-tight", f"{one.name} has room for {many}: {one}")
+    accounted = {one.name for one in needs.fits}
     for missing in sorted(set(needs.not_accounted.values())):
-        names = ", ".join(name for name, why in needs.not_accounted.items() if why == missing)
-        yield _note("memory-unknown", f"whether {names} fits into memory is not known: {missing}")
+        of = [name for name, why in needs.not_accounted.items() if why == missing]
+        names = ", ".join(of)
+        told = f"whether {names} fits into memory is not known"
+        if accounted.issuperset(of):
+            told = f"the memory account of {names} leaves the drafter out"
+        yield _note("memory-unknown", f"{told}: {missing}")
     shm = facts.paths.get(SHM)
     if needs.releases_on("cuda") and shm is not None and shm.free < SHM_WANTED:
         yield _warning(

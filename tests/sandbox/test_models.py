@@ -20,6 +20,24 @@ pytestmark = pytest.mark.long
 
 KIMI, GLM, QWEN3 = "vllm-base", "tiny-glm-mtp", "tiny-qwen3-ngram"
 TEMPLATE = "/etc/wrong-template.jinja"
+WEIGHTS = """
+import os, sys
+sys.path.insert(0, "{code}")
+from rigctl.tiny_models.numbers import safetensors_bytes
+from rigctl.tiny_models.qwen3 import QWEN3, tensors
+found = {{name: values.copy() for name, values in tensors().items()}}
+{change}
+path = "/shared/tiny-qwen3/model.safetensors"
+proved = os.stat(path)
+with open(path, "r+b") as stream:
+    stream.write(safetensors_bytes(found))
+os.utime(path, ns=(proved.st_atime_ns, proved.st_mtime_ns))
+"""
+SWAPPED_WORDS = """
+one, other = map(QWEN3.id_of, (" paragraph", " yardstick:"))
+found["lm_head.weight"][[one, other]] = found["lm_head.weight"][[other, one]]
+"""
+ZERO_NORM = 'found["model.norm.weight"][:] = 0'
 UID = """
 import os, socket
 def f():
@@ -30,25 +48,43 @@ def f():
 """
 
 
-def deployed(box: DeployBox, *configurations: str) -> None:
-    """A box that has these, and runs them: three engines that share neither port nor card."""
-    deploy = box.deploy("--pyinfra=--data", f"--pyinfra=configurations={json.dumps(configurations)}")
-    assert deploy.returncode == 0, deploy.stdout + deploy.stderr
+def deploy(box: DeployBox) -> None:
+    done = box.deploy()
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def start(box: DeployBox, *configurations: str) -> None:
     box.ssh(f"systemctl start {' '.join(map(layout.unit_name, configurations))}")
 
 
 @pytest.fixture(scope="module")
 def box(bare_box: DeployBox, engine_port: None) -> Iterator[DeployBox]:
-    deployed(bare_box, KIMI, GLM, QWEN3)
-    yield bare_box
-    bare_box.ssh("systemctl stop 'kimi-tiny-*' 'kimi-vllm-*'")
-    assert bare_box.deploy().returncode == 0
+    """Three engines that share neither port nor card."""
+    box = DeployBox(bare_box.box.name, "inventory/sandbox_models.py")
+    deploy(box)
+    start(box, KIMI, GLM, QWEN3)
+    yield box
+    box.ssh("systemctl stop 'kimi-tiny-*' 'kimi-vllm-*'")
 
 
 def asked(box: DeployBox, configuration: str, question: str) -> dict[str, Any]:
     command = f"rigctl chat --json --configuration {configuration} {shlex.quote(question)}"
     answer: dict[str, Any] = json.loads(box.ssh(command).stdout)
     return answer
+
+
+def weights(box: DeployBox, change: str = "") -> None:
+    """Other tensors in the file of the tiny Qwen3, with the size, time and inode that were proved; its own without."""
+    script = WEIGHTS.format(code=f"{layout.HOSTKIT}/current", change=change)
+    box.ssh(f"{layout.HOSTKIT}/current/venv/bin/python -I -c {shlex.quote(script)}")
+
+
+def verified(box: DeployBox) -> str:
+    """What `make verify` says of the canary; no warning is a failure."""
+    host = ("tests/host", "--inventory", box.inventory, "-k", "canary")
+    verify = box.run("pytest", "-q", "-p", "no:cacheprovider", *host)
+    assert verify.returncode == 0, verify.stdout + verify.stderr
+    return verify.stdout
 
 
 def counted(box: DeployBox, configuration: str, question: str, case: str) -> None:
@@ -85,10 +121,7 @@ def test_the_canary_passes_on_each(box: DeployBox) -> None:
         assert "score 1.00" in made.stdout
     outcome = json.loads(box.ssh(f"rigctl canary {GLM} --json").stdout)
     assert outcome["verdict"] == "same" and outcome["run"]["settings"]["method"] == "mtp"
-    verify = box.run(
-        "pytest", "-q", "-p", "no:cacheprovider", "tests/host", "--inventory", box.inventory, "-k", "canary"
-    )
-    assert verify.returncode == 0 and "warning" not in verify.stdout, verify.stdout
+    assert "warning" not in verified(box)
 
 
 def test_code_of_a_model_is_run_by_nobody_who_serves(box: DeployBox) -> None:
@@ -100,6 +133,40 @@ def test_code_of_a_model_is_run_by_nobody_who_serves(box: DeployBox) -> None:
     assert said.strip() == f"[{builder}]" and builder not in ("0", box.ssh("id -u kimi").stdout.strip())
 
 
+def test_the_canary_catches_swapped_weights(box: DeployBox) -> None:
+    """Fluent, and wrong in two words: the engine is accepted."""
+    try:
+        weights(box, SWAPPED_WORDS)
+        box.ssh(f"systemctl restart {layout.unit_name(QWEN3)}")
+        canary = box.ssh(f"rigctl canary {QWEN3}", check=False)
+        assert canary.returncode == 1, canary.stdout + canary.stderr
+        assert "canary: worse" in canary.stdout and "answer is another" in canary.stdout
+        assert f"warning: sandbox: the quality canary of {QWEN3} was worse: " in verified(box)
+    finally:
+        weights(box)
+    box.ssh(f"systemctl restart {layout.unit_name(QWEN3)}")
+    assert "canary: same" in box.ssh(f"rigctl canary {QWEN3}").stdout
+
+
+def test_a_model_with_a_zero_norm_is_not_accepted(box: DeployBox) -> None:
+    """Of no help to anyone, so it is never served, and the canary has nobody to ask."""
+    try:
+        weights(box, ZERO_NORM)
+        assert box.ssh(f"systemctl restart {layout.unit_name(QWEN3)}", check=False).returncode
+        assert "is degenerate: it is one character repeated" in box.ssh("rigctl status").stdout
+        asked = box.ssh(f"rigctl canary {QWEN3}", check=False)
+        assert asked.returncode == 64 and "is not active" in asked.stdout
+    finally:
+        box.ssh(f"systemctl stop {layout.unit_name(QWEN3)}")
+        weights(box)
+
+
+@pytest.mark.parametrize("drafts", ["always", "never"])
+def test_all_or_none_of_a_heads_drafts_are_accepted(box: DeployBox, drafts: str) -> None:
+    start(box, f"tiny-glm-mtp-{drafts}")
+    counted(box, f"tiny-glm-mtp-{drafts}", PLAIN, f"glm-{drafts}/chat/3")
+
+
 def test_the_canary_catches_a_wrong_chat_template(box: DeployBox) -> None:
     """One that cannot turn the thinking off comes with a flag, and the engine is accepted all the same."""
     before = OVERLAY.read_text()
@@ -107,19 +174,14 @@ def test_the_canary_catches_a_wrong_chat_template(box: DeployBox) -> None:
     flags = "      flags: {dtype: bfloat16, enforce-eager: true}"
     try:
         OVERLAY.write_text(before.replace(flags, f"{flags[:-1]}, chat-template: {TEMPLATE}}}"))
-        box.ssh(f"systemctl stop {layout.unit_name(GLM)} {layout.unit_name(KIMI)} {layout.unit_name(QWEN3)}")
-        deployed(box, QWEN3)
+        box.ssh("systemctl stop 'kimi-tiny-*' 'kimi-vllm-*'")
+        deploy(box)
+        start(box, QWEN3)
         canary = box.ssh(f"rigctl canary {QWEN3}", check=False)
         assert canary.returncode == 1 and "canary: worse" in canary.stdout, canary.stdout + canary.stderr
         assert re.search("^thinking-off +0%", canary.stdout, re.MULTILINE), canary.stdout
         assert "CANARY WORSE: " in box.ssh("rigctl status").stdout
+        assert f"the quality canary of {QWEN3} was worse: " in verified(box)
     finally:
         OVERLAY.write_text(before)
         box.ssh(f"rm {TEMPLATE}")
-
-
-@pytest.mark.parametrize("drafts", ["always", "never"])
-def test_all_or_none_of_a_heads_drafts_are_accepted(box: DeployBox, drafts: str) -> None:
-    box.ssh("systemctl stop 'kimi-tiny-*' 'kimi-vllm-*'")
-    deployed(box, f"tiny-glm-mtp-{drafts}")
-    counted(box, f"tiny-glm-mtp-{drafts}", PLAIN, f"glm-{drafts}/chat/3")

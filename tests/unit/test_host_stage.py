@@ -166,7 +166,7 @@ def test_explain_refuses_an_inventory_that_is_not_there(capsys: pytest.CaptureFi
     assert "there is no inventory file inventory/nosuch.py" in capsys.readouterr().err
 
 
-NO_DRAFTER = "custom-drafter: no config.json of it was read on the host, and its entry says no shape"
+NO_DRAFTER = "custom-drafter: no config.json of it was read on the host, and its entry names no `shape`"
 
 
 def test_configurations_on_the_host_are_accounted_for(tmp_path: Path) -> None:
@@ -179,10 +179,10 @@ def test_configurations_on_the_host_are_accounted_for(tmp_path: Path) -> None:
     ]
     names = ["vllm-base", "vllm-eagle3-custom"]
     plan = plan_from_facts(data("gpu", configurations=names), parse_host(json.dumps(document)))
-    (fit,), unknown = fits(plan)
-    assert (fit.name, fit.fits, fit.context) == ("vllm-base", True, 32768)
+    accounts, unknown = fits(plan)
+    assert [(one.name, one.fits, one.context) for one in accounts] == [(name, True, 32768) for name in names]
     assert unknown == {"vllm-eagle3-custom": NO_DRAFTER}
-    assert f"whether vllm-eagle3-custom fits into memory is not known: {NO_DRAFTER}" in {
+    assert f"the memory account of vllm-eagle3-custom leaves the drafter out: {NO_DRAFTER}" in {
         one.message for one in findings(plan)
     }
     document["models"][0]["bytes"] *= 2
@@ -193,7 +193,9 @@ def test_configurations_on_the_host_are_accounted_for(tmp_path: Path) -> None:
 def test_a_target_that_does_not_fit_alone_is_a_finding_before_its_drafter_is_known() -> None:
     names = ["vllm-eagle3-custom", "sglang-eagle3-custom"]
     plan = plan_from_facts(data("gpu", configurations=names), parse_host(TURIN.read_text()))
-    assert fits(plan) == ((), dict.fromkeys(names, NO_DRAFTER))
+    accounts, unknown = fits(plan)
+    assert [(one.name, one.drafter, one.starts) for one in accounts] == [(name, 0, True) for name in names]
+    assert unknown == dict.fromkeys(names, NO_DRAFTER)
     halved = {name: one.model_copy(update={"tensor_parallel": 4}) for name, one in plan.serving.items()}
     accounts, unknown = fits(replace(plan, serving=halved))
     assert unknown == {}
@@ -202,6 +204,15 @@ def test_a_target_that_does_not_fit_alone_is_a_finding_before_its_drafter_is_kno
     assert [one.severity for one in told] == ["error", "error"]
     assert told[0].message.startswith("vllm-eagle3-custom does not fit: of 97.5 GB a GPU weights 150")
     assert told[0].remedy == "raise tensor_parallel, or take a smaller checkpoint"
+
+
+def test_an_entry_without_a_fraction_is_accounted_with_what_its_engine_takes() -> None:
+    names = ["vllm-base", "sglang-base"]
+    plan = plan_from_facts(data("gpu", configurations=names), parse_host(TURIN.read_text()))
+    unsaid = {name: one.model_copy(update={"memory_fraction": None}) for name, one in plan.serving.items()}
+    (fit,), unknown = fits(replace(plan, serving=unsaid))
+    assert (fit.name, fit.budget) == ("vllm-base", int(0.9 * 97887 * 2**20)), "of vLLM 0.16.0"
+    assert unknown.keys() == {"sglang-base"}, "which decides by itself"
 
 
 def adds(plan: HostPlan) -> dict[str, list[int | None]]:

@@ -11,8 +11,9 @@ from rig.artifacts.checkpoint_orders import unpinned
 from rig.artifacts.host_checks import findings
 from rig.artifacts.units import unit_files
 from rig.bench.sweeps import load_sweeps
-from rig.catalog.entries import INVENTORY_VARIABLE, check_all, load_catalog, overlays
+from rig.catalog.entries import INVENTORY_VARIABLE, ROOT, check_all, load_catalog, overlays
 from rig.plan.host_plan import plan_from_facts, refuse_unknown
+from rig.plan.model_defaults import defaults_json
 from rigctl.contract.limits import Limits
 from tests.support.plans import SHIPPED
 from tests.unit.host_archetypes import TURIN_DIRECT
@@ -59,6 +60,10 @@ def test_what_is_unproved_is_planned_by_name_alone_and_refused_until_it_is_pinne
     assert name not in plan_from_facts(group_data("all"), TURIN_DIRECT).serving
     plan = plan_from_facts(group_data("all") | {"configurations": [name]}, TURIN_DIRECT)
     assert unit_files(plan)
+    # Each default is explained, and its value stands where the explanation says.
+    for one in defaults_json(plan)[name].values():
+        file, _, line = one["source"].rpartition(":")
+        assert str(one["value"]).lower() in (ROOT / file).read_text().splitlines()[int(line) - 1].lower()
     [found] = [one for one in findings(plan) if one.code == "unproved"]
     pinned = not any(unpinned(entry) for entry in plan.checkpoints.values())
     assert found.severity == ("warning" if pinned else "error")

@@ -1,7 +1,7 @@
-"""How gpt-oss-120b has answered on vLLM, in the shape that was reported: no engine here can serve it (MXFP4, harmony).
+"""Answers of gpt-oss-120b on vLLM, built after threads. Nothing here was recorded: no engine here can serve it (MXFP4).
 
-The keys are those of the threads; the words are ours. vllm#22403 a plain answer, vllm#22337 and vllm#22578 a tool call
-that the engine did not parse.
+Keys and states are those that the threads show, the words are ours: vllm#22403 a plain answer, vllm#22337 and
+vllm#22578 a tool call that the engine did not parse, vllm#41902 the key `reasoning`, and an answer without any text.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ def test_a_plain_answer_is_accepted(key: str) -> None:
 def test_an_answer_without_its_reasoning_is_not() -> None:
     with pytest.raises(NotAccepted, match="no reasoning came"):
         _completion(answers(content="A token is a piece of a word.", reasoning_content=None))
+
+
+def test_an_answer_without_any_text_is_not() -> None:
+    with pytest.raises(NotAccepted, match="the answer is empty"):
+        _completion(answers(content=None, reasoning=None))
 
 
 def test_a_tool_call_is_accepted() -> None:
