@@ -21,7 +21,7 @@ override export HOSTS := $(value HOSTS)
 override export NAME := $(value NAME)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain pin reboot status uninstall bench train tour diff check test test-drill test-kernel test-engines test-bench test-staging test-upgrade test-train test-breaker add-model release-add lock schemas format
+.PHONY: help demo sandbox sandbox-stop sandbox-rm sandbox-ssh plan deploy rollback verify explain pin reboot status uninstall bench train tour diff check test test-drill test-models test-kernel test-engines test-bench test-staging test-upgrade test-train test-breaker add-model release-add lock schemas format
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -132,7 +132,9 @@ test-drill: supported .venv/ready ## faults of units, adoption and interrupted d
 	@$(PIP) --require-hashes -r requirements/bench.txt
 	@$(BIN)/python -m pytest -q --real tests/drill
 	@$(BIN)/python -m pytest -q -m long tests/sandbox/test_sudo.py
-	@$(BIN)/python -m pytest -q -m long tests/sandbox/test_models.py
+
+test-models: supported .venv/ready ## three model families beside each other, and what the canary catches (15 minutes, a box)
+	@$(BIN)/python -m pytest -q tests/sandbox/test_models.py
 
 test-upgrade: supported .venv/ready ## the previous version serves, this one deploys over it, a rollback starts (15 minutes)
 	@$(BIN)/python -m pytest -q -x tests/upgrade
