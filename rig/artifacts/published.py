@@ -13,6 +13,7 @@ from rig.catalog.drafter_training import DrafterTraining
 from rigctl.contract.fields import Sha256
 from rigctl.contract.order import ContractError, Part
 from rigctl.contract.served_checkpoints import Provenance, Training
+from rigctl.whole_files import write_whole
 
 WIDTH = 120
 RECEIPTS = "trained"
@@ -108,6 +109,5 @@ def write_entries(inventory: Path, receipt: Receipt, entry: DrafterTraining) -> 
     wanted[serving] = text
     changed = [path for path, content in wanted.items() if not path.exists() or path.read_text() != content]
     for path in changed:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(wanted[path])
+        write_whole(path, wanted[path])
     return changed

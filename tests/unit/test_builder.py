@@ -496,6 +496,13 @@ def test_the_answer_of_a_step_is_its_last_line() -> None:
         heard("killed\n")
 
 
+def test_a_child_that_talks_without_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "MOST", 1 << 16)
+    code = "while True: print('x' * 99)"
+    with pytest.raises(RigctlError, match="it has said more than"):
+        builder.spoken([sys.executable, "-c", code], unit="a")
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(["answer", "error"]), inner),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import types
 from dataclasses import dataclass, field
@@ -9,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rigctl.contract import layout
+from rigctl.contract.conversations import LONGEST_LINE
 from rigctl.contract.training_job import STAGES, TrainingJob
 from rigctl.errors import RigctlError
+from rigctl.guarded import Place
 from rigctl.supervisor import specification
 from rigctl.training import commands, runs, step
 from rigctl.training.place import Step, Workplace
-from rigctl.training.progress import Progress
+from rigctl.training.progress import Progress, Progressed
 
 SERVED = {"model": "m", "private": True, "engine": "vllm", "version": "0.33.0", "url": "http://127.0.0.1:8000"}
 SPEED = {
@@ -228,3 +234,39 @@ def test_a_configuration_whose_name_begins_as_a_unit_is_found(tmp_path: Path, mo
         **{"plain": "plain", "kimi-plain.service": "plain"},
     }.items():
         assert str(specification.named(asked)) == found
+
+
+NUMBERS = st.sampled_from([10**400, -1, 10**18, 2**63, 1e308, -5.5, 0]) | st.integers() | st.floats() | st.none()
+RECORDS = st.fixed_dictionaries(
+    {},
+    optional=dict.fromkeys(("ladder", "rows", "tokens", "seconds", "rate", "loss", "at", "rows_done", "disk"), NUMBERS),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(RECORDS, st.booleans())
+def test_whatever_figures_the_service_user_leaves_root_can_say_them(
+    job: TrainingJob, told: dict[str, Any], done: bool
+) -> None:
+    place = Place(job.directory)
+    for one in (Step("answers"), Step("states", 10)):
+        record = {"digest": step.digest(job, one, 1), "done": done, **told}
+        place.write(step.file_of(one), json.dumps(record).encode())
+    place.write(Progressed.FILE, json.dumps({"step": "states-10-0", **told}).encode())
+    assert 1 <= runs.plan(job).parts <= 10
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commands, "_active", lambda _: True)
+        for form in (True, False):
+            assert commands.status(job, commands.argparse.Namespace(json=form)) == 0
+
+
+def test_prompts_that_are_a_pipe_or_endless_are_refused(job: TrainingJob) -> None:
+    path = Path(job.prompts[0].path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="no regular file"):
+        runs.plan(job)
+    path.unlink()
+    path.write_bytes(b"x" * (LONGEST_LINE + 2))
+    with pytest.raises(RigctlError, match="not one conversation"):
+        runs.plan(job)

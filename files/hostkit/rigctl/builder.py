@@ -76,6 +76,8 @@ LARGEST = 8 << 30
 """Bytes of a wheel: several times what any has."""
 LONGEST = 1 << 20
 """Characters of a line of a builder's: more than any answer has."""
+MOST = 64 << 20
+"""Characters of all its lines, which go to root's journal."""
 INTERPRETER = re.compile(r"/usr/bin/python3(\.\d+)?")
 """Where the links of an environment may lead outside it."""
 
@@ -198,12 +200,14 @@ def spoken(argv: Sequence[str | Path], given: str = "", reply: str | None = None
 
 def heard(process: "subprocess.Popen[str]", given: str, reply: str | None) -> tuple[int, str]:
     """Of `spoken`, what comes after the start."""
-    replied = last = ""
+    replied, last, left = "", "", MOST
     for stdin in filter(None, [process.stdin]):
         with suppress(BrokenPipeError):  # it ended at once, and says why
             stdin.write(given)
             stdin.close()
     while process.stdout and (line := process.stdout.readline(LONGEST)):
+        if (left := left - len(line)) < 0:
+            raise RigctlError(f"ended: it has said more than {MOST >> 20} million characters, the last {line[:100]!r}")
         if reply and line.startswith(reply):
             replied = line
         else:

@@ -2,6 +2,7 @@
 by row."""
 
 import hashlib
+import io
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -85,7 +86,7 @@ def read(path: Path, domain: str) -> Iterator[Prompt]:
     Ids are ours: domain and a digest of the messages, so that an edit of one line leaves the answers to the others.
     """
     with readable(path) as handle:
-        for number, raw in enumerate(_lines(handle, path), 1):
+        for number, raw in enumerate(lines(handle, path), 1):
             where = f"{path}:{number}"
             if not raw.strip():
                 continue
@@ -103,9 +104,10 @@ def read(path: Path, domain: str) -> Iterator[Prompt]:
             yield Prompt(f"{domain}-{hashlib.sha256(told.encode()).hexdigest()[:16]}", domain, found)
 
 
-def _lines(handle: Any, path: Path) -> Iterator[bytes]:
-    number = 0
-    while line := handle.readline(LONGEST_LINE + 1):
+def lines(handle: Any, path: Path) -> Iterator[bytes]:
+    """Lines of a file of prompts. Raises RigctlError for one that is longer than any conversation."""
+    number, buffered = 0, io.BufferedReader(handle)
+    while line := buffered.readline(LONGEST_LINE + 1):
         number += 1
         if len(line) > LONGEST_LINE:
             raise RigctlError(f"{path}:{number}: longer than {LONGEST_LINE >> 20} MiB: not one conversation")

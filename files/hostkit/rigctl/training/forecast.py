@@ -53,9 +53,10 @@ def forecast(job: TrainingJob, have: int, free: int, measured: Measured) -> Fore
     a_row, rate, there = measured.a_row, measured.rate, measured.there
     usable = int(have * (1 - job.held_out))
     wanted = job.ladder[-1]
-    tokens = math.ceil(min(wanted, usable) * (a_row or job.tokens_a_row))
+    rows = min(wanted, usable)
+    tokens = math.ceil(rows * (a_row or job.tokens_a_row))
     size = tokens * job.bytes_a_token
-    parts = max(1, math.ceil(size / job.states.disk_limit))
+    parts = max(1, min(rows, math.ceil(size / job.states.disk_limit)))
     refused = []
     if wanted > usable:
         refused.append(
@@ -76,4 +77,4 @@ def forecast(job: TrainingJob, have: int, free: int, measured: Measured) -> Fore
     speed = rate or job.rate
     known = a_row is not None and rate is not None
     hours = tokens / speed / 3600
-    return Forecast(min(wanted, usable), tokens, size, parts, speed, hours, free, known, tuple(refused))
+    return Forecast(rows, tokens, size, parts, speed, hours, free, known, tuple(refused))

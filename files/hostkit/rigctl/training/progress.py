@@ -2,12 +2,17 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from rigctl.contract.happened import Happened
 from rigctl.training.place import Step
 from rigctl.whole_files import write_json
 
+Counted = Annotated[int, Field(ge=0, le=10**15)]
+Figure = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+"""Of records that the service user writes and root reads: nothing that root's sums could not bear."""
 EVERY_SECONDS = 1.0
 LINE_SECONDS = 10.0
 
@@ -18,15 +23,15 @@ class Progressed(Happened):
     FILE = "progress.json"
 
     step: str = ""
-    at: float = 0.0
+    at: Figure = 0.0
     phase: str = ""
-    rows_done: int = 0
-    rows: int | None = None
-    tokens: int = 0
-    rate: float | None = None
-    disk: int | None = None
-    loss: float | None = None
-    remaining: float | None = None
+    rows_done: Counted = 0
+    rows: Counted | None = None
+    tokens: Counted = 0
+    rate: Figure | None = None
+    disk: Counted | None = None
+    loss: Figure | None = None
+    remaining: Figure | None = None
 
 
 def line(said: Progressed) -> str:

@@ -16,12 +16,14 @@ from pathlib import Path
 
 from rigctl import builder, lock_files
 from rigctl.contract import layout
+from rigctl.contract.conversations import lines
 from rigctl.contract.foreign import one_line
 from rigctl.contract.happened import Happened, record_text
 from rigctl.contract.training_job import Served, TrainingJob
 from rigctl.errors import RigctlError
 from rigctl.guarded import Place
 from rigctl.own_process import own_process
+from rigctl.reached import readable
 from rigctl.services.switching import switch_to
 from rigctl.services.systemd import properties, systemctl
 from rigctl.supervisor.specification import Specification, installed, named
@@ -110,8 +112,8 @@ def _free(root: str) -> int:
 
 
 def _rows(path: str) -> int:
-    with Path(path).open("rb") as file:
-        return sum(bool(line.strip()) for line in file)
+    with readable(path) as file:
+        return sum(bool(line.strip()) for line in lines(file, Path(path)))
 
 
 # Who has the cards

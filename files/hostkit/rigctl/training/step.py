@@ -20,7 +20,7 @@ from rigctl.errors import RigctlError
 from rigctl.guarded import Place
 from rigctl.kernel.children import end_with_us
 from rigctl.training.place import Step, Workplace
-from rigctl.training.progress import Progress
+from rigctl.training.progress import Counted, Figure, Progress
 
 AGAIN = "again"
 """Third argument: what the step has made is made anew."""
@@ -33,13 +33,13 @@ class Stepped(BaseModel):
 
     digest: str
     done: bool = False
-    ladder: int = 0
+    ladder: Counted = 0
     """Conversations that it was asked for: a longer ladder goes on with what is there."""
-    rows: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    rate: float | None = None
-    loss: float | None = None
+    rows: Counted = 0
+    tokens: Counted = 0
+    seconds: Figure = 0.0
+    rate: Figure | None = None
+    loss: Figure | None = None
 
 
 def file_of(step: Step) -> str:
