@@ -2,8 +2,8 @@
 
 A proxy: where pyinfra is started as a module, paramiko waits for its output for ever, with the select of an unpatched
 stdlib, and turns in circles once the proxy has ended. Output: one byte that is no UTF-8 ends its reader, and the
-command is waited for in vain. Host keys: it takes any that it does not know yet. Words of a host: it shows them as
-they come, whatever a terminal makes of them.
+command is waited for in vain; one without end is read for ever. Host keys: it takes any that it does not know yet.
+Words of a host: it shows them as they come, whatever a terminal makes of them.
 """
 
 import shlex
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import paramiko
+import paramiko.channel
 import paramiko.file
 from pyinfra.connectors import util
 from pyinfra.connectors.ssh import SSHConnector
@@ -23,6 +24,9 @@ from pyinfra.connectors.sshuserclient import client
 from rig.cli.arguments import end_with_parent
 from rig.cli.ssh import unknown_key
 from rigctl.contract.foreign import gated, printable
+
+MOST_OUTPUT = 64 << 20
+"""Bytes of a command's output: more than any fact of a host."""
 
 
 def proxy(command: str) -> socket.socket:
@@ -40,6 +44,22 @@ def proxy(command: str) -> socket.socket:
 def text(line: str | bytes, _encoding: str = "utf8") -> str:
     """A line of a command's output; what is no UTF-8 becomes U+FFFD."""
     return line if isinstance(line, str) else line.decode("utf-8", "replace")
+
+
+class Ending:
+    """A stream of a command on a host, one of paramiko's; a host may write without end: then the command fails."""
+
+    channel: paramiko.Channel
+    left = MOST_OUTPUT
+
+    def _read(self, size: int) -> bytes:
+        block: bytes = super()._read(size)  # type: ignore[misc]  # of the class beside this one
+        self.left -= len(block)
+        if self.left >= 0:
+            return block
+        self.channel.close()
+        print(f"a command's output has no end: nothing is read beyond {MOST_OUTPUT >> 20} MiB", file=sys.stderr)
+        return b""
 
 
 class Unknown(paramiko.MissingHostKeyPolicy):
@@ -82,4 +102,6 @@ def mend() -> None:
     client.SSHClient.parse_config = parse_config  # type: ignore[method-assign]  # that is what a mend is
     vars(util)["read_buffer"] = read_buffer
     vars(paramiko.file)["u"] = text
+    for kind in (paramiko.channel.ChannelFile, paramiko.channel.ChannelStderrFile):
+        vars(paramiko.channel)[kind.__name__] = type(kind.__name__, (Ending, kind), {})
     vars(client)["ProxyCommand"] = proxy

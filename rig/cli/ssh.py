@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 RESOLVE_SECONDS = 20
+MOST_BLOCKS = 32768
+"""Of 512 or 1,024 bytes (ulimit -f of the shell at hand): what is read of a host's answer."""
 DATA_OPTIONS = {
     "Port": "ssh_port",
     "User": "ssh_user",
@@ -212,3 +214,20 @@ def unknown_key(kind: str, fingerprint: str, accept: str) -> str:
 def words(file: Path, name: str, *options: str) -> list[str]:
     """OpenSSH's command line for a host of the flat file. It asks for nothing and does not wait for ever."""
     return ["ssh", "-F", str(file), *HOP, *options, alias(name)]
+
+
+def limited(
+    command: Sequence[str], given: bytes = b"", seconds: float | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a command that asks a host, which may answer without end: then it is ended, by SIGXFSZ.
+
+    given: its input. Raises subprocess.TimeoutExpired, OSError.
+    """
+    capped = ["sh", "-c", f'ulimit -f {MOST_BLOCKS}; exec "$@"', "sh", *command]
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as complained:
+        code = subprocess.run(
+            capped, input=given, stdout=said, stderr=complained, timeout=seconds, check=False
+        ).returncode
+        for file in (said, complained):
+            file.seek(0)
+        return subprocess.CompletedProcess(capped, code, said.read(), complained.read())

@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import click
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
@@ -38,7 +37,6 @@ from rigctl.contract.foreign import one_line
 from rigctl.contract.order import faults
 
 SECONDS = 40
-MOST_BLOCKS = 32768
 
 
 _SCRIPT = f"""export {" ".join(f"{key}={value}" for key, value in layout.LOCALE.items())}
@@ -231,27 +229,22 @@ def ask(name: str, data: Mapping[str, Any], config: Path) -> HostStatus:
         return HostStatus(name, reached=False, trouble="no machine stands behind this name (pyinfra's connectors)")
     shell = ["sudo", "-n", "sh", "-s"] if data.get("_sudo") else ["sh", "-s"]
     command = shell if name == "@local" else [*ssh.words(config, name), shlex.join(shell)]
-    # A host may answer without end: the shell's own limit ends that, here 16 or 32 MiB.
-    command = ["sh", "-c", f'ulimit -f {MOST_BLOCKS}; exec "$@"', "sh", *command]
     try:
         counted = HostReport().command({**questions(data), "only_disk": True, "timeout": DISK_SECONDS})
         script = f"{_SCRIPT}{counted}\nexit 0\n"
-        with TemporaryFile() as said, TemporaryFile() as complained:
-            result = subprocess.run(
-                command, input=script.encode(), stdout=said, stderr=complained, timeout=SECONDS, check=False
-            )
-            output, errors = (_read(file) for file in (said, complained))
+        result = ssh.limited(command, script.encode(), SECONDS)
     except (subprocess.TimeoutExpired, OSError, CatalogError) as error:
         return HostStatus(name, reached=False, trouble=_why(error))
     if result.returncode != 0:
         endless = abs(result.returncode) % 128 == signal.SIGXFSZ
-        words = "its answer has no end" if endless else errors.strip() or f"exit code {result.returncode}"
+        errors = result.stderr.decode(errors="replace").strip()
+        words = "its answer has no end" if endless else errors or f"exit code {result.returncode}"
         trouble = words.splitlines()[-1]
         if name != "@local":
             trouble = ssh.refused(config, name, words, shlex.join(ssh_words(name, data)))
         return HostStatus(name, reached=False, trouble=trouble)
     try:
-        return read_status(name, data, output)
+        return read_status(name, data, result.stdout.decode(errors="replace"))
     except CatalogError as error:
         return HostStatus(name, reached=False, trouble=str(error))
 
@@ -260,11 +253,6 @@ def _why(error: subprocess.TimeoutExpired | OSError | CatalogError) -> str:
     if isinstance(error, OSError):
         return f"it cannot be asked from here: {error}"
     return f"no answer in {SECONDS} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
-
-
-def _read(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
 
 
 def status(inventory: str, limits: Sequence[str]) -> list[HostStatus]:

@@ -100,6 +100,8 @@ class EdgeLimits(Part):
     """For each key; for each address where no key is asked for."""
     connections: Annotated[int, Field(ge=16, le=100_000)] = 1000
     """Of all clients together."""
+    connections_an_address: Positive = 300
+    """Of one address (IPv6: a /64), so that it cannot hold all of them; more than engines run requests at once."""
 
 
 class EdgeData(Part):

@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import threading
 import time
+from contextlib import ExitStack
 from itertools import pairwise
 
 import pytest
@@ -139,6 +140,82 @@ def test_what_is_too_large_or_of_no_length_is_refused(make: Maker) -> None:
     head = f"POST {CHAT} HTTP/1.1", f"Authorization: Bearer {KEY}"
     assert status(edge, *head, "Content-Length: 1100000") == 413
     assert status(edge, *head, "Transfer-Encoding: chunked") == 411
+
+
+@pytest.mark.parametrize("length", [2**63, 2**63 + 5, 2**64 - 1, 2**64, 2**64 + 1, 10**30])
+def test_a_length_beyond_64_bits_is_refused(pair: tuple[Edge, Engine], length: int) -> None:
+    """HAProxy 2.6 reckons modulo 2^64, and sent an engine the length as it stood: 2^64 + 1 was one byte to it."""
+    edge, _ = pair
+    head = f"POST {CHAT} HTTP/1.1", f"Authorization: Bearer {KEY}", f"Content-Length: {length}"
+    assert status(edge, *head) in (400, 413)
+    assert "engine=-" in edge.after(1)[0] or "engine=0" in edge.after(1)[0]
+
+
+@pytest.mark.parametrize("length", [None, 5_000_000, 2**64 - 1])
+def test_http_2_takes_no_body_round_the_limit(pair: tuple[Edge, Engine], length: int | None) -> None:
+    """A GET with a body: by HTTP/2 it needs no length."""
+    edge, engine = pair
+    engine.end()
+    head = {":method": "GET", ":scheme": "https", ":path": "/v1/models", ":authority": "localhost"}
+    head |= {"authorization": f"Bearer {KEY}"} | ({} if length is None else {"content-length": str(length)})
+    # Literal header fields without indexing (RFC 7541, 6.2.2).
+    block = b"".join(bytes([len(word)]) + word.encode() for pair in head.items() for word in ("", *pair))
+
+    def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
+        return len(content).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + content
+
+    context = ssl.create_default_context(cafile=str(edge.certificate))
+    context.set_alpn_protocols(["h2"])
+    with (
+        socket.create_server(("127.0.0.1", engine.port)) as listener,
+        socket.create_connection(("127.0.0.1", edge.port), 10) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as line,
+    ):
+        line.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0) + frame(1, 4, 1, block))
+        line.sendall(frame(0, 0, 1, bytes(16000)))
+        [said] = edge.after(1)
+        listener.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            listener.accept()
+    assert " status=400 " in said or " status=413 " in said
+
+
+def test_one_address_holds_only_its_share_of_the_connections(make: Maker) -> None:
+    edge, _ = make({"alice": KEY}, limits={"connections_an_address": 5})
+
+    def opened(line: socket.socket) -> bool:
+        line.settimeout(1)
+        try:
+            return line.recv(1) != b""
+        except TimeoutError:
+            return True
+        except ConnectionError:
+            return False
+
+    with ExitStack() as held:
+        lines = [held.enter_context(socket.create_connection(("127.0.0.1", edge.port))) for _ in range(12)]
+        assert sum(map(opened, lines)) == 5
+        other = held.enter_context(socket.create_connection(("127.0.0.1", edge.port), source_address=("127.0.0.2", 0)))
+        assert opened(other)
+    assert edge.ask(key=KEY).status_code == 200, "what was closed counts no more"
+
+
+def test_a_head_that_trickles_in_is_not_waited_for(pair: tuple[Edge, Engine]) -> None:
+    edge, _ = pair
+    context, begun = ssl.create_default_context(cafile=str(edge.certificate)), time.monotonic()
+    with (
+        socket.create_connection(("127.0.0.1", edge.port), 30) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as line,
+    ):
+        line.sendall(b"GET /v1/models HTTP/1.1\r\nX: ")
+        said = b""
+        while not said:
+            line.settimeout(1)
+            try:
+                said = line.recv(4096)
+            except TimeoutError:
+                line.sendall(b"x")
+    assert said.split()[1] == b"408" and time.monotonic() - begun < 20
 
 
 def test_an_engine_sees_no_other_protocol_and_no_key_of_a_client(pair: tuple[Edge, Engine]) -> None:

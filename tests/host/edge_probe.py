@@ -1,6 +1,6 @@
 """Runs on the host by itself (python3): asks the edge what a stranger would, and tries every other port of ours.
 
-Argument: JSON with "listeners" (address, port), "tls", "paths" that must not be there. Prints JSON.
+Argument: JSON with "unit", "listeners" (address, port), "tls", "paths" that must not be there. Prints JSON.
 """
 
 import contextlib
@@ -45,20 +45,22 @@ def spoken(address: str, port: int) -> list[str]:
     return found
 
 
-def listeners() -> Iterator[tuple[str, int]]:
-    """Unit and port of every TCP socket on which a unit of ours listens."""
+def listeners() -> Iterator[tuple[str, str, int]]:
+    """Unit, address and port of every TCP socket on which a unit of ours listens; `*` for all addresses."""
     for line in subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout.splitlines():
         for pid in set(re.findall(r"pid=(\d+)", line)):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/cgroup") as file:  # noqa: PTH123  # gone meanwhile
                 if unit := re.search(r"/(kimi-[^/]+\.service)", file.read()):
-                    yield unit[1], int(line.split()[3].rpartition(":")[2])
+                    address, _, port = line.split()[3].rpartition(":")
+                    address = address.partition("%")[0].strip("[]").removeprefix("::ffff:")
+                    yield unit[1], "*" if address in ("0.0.0.0", "::") else address, int(port)
 
 
-def reachable(port: int) -> list[str]:
-    """Addresses of this host beyond loopback at which a port answers."""
+def reachable(bound: str, port: int) -> list[str]:
+    """Addresses of this host beyond loopback at which a port answers. bound: where its program listens."""
     shown = subprocess.run(["ip", "-json", "address"], capture_output=True, text=True, check=True).stdout
     all_of_them = [one for link in json.loads(shown) for one in link["addr_info"]]
-    addresses = [one["local"] for one in all_of_them if one.get("scope") == "global"]
+    addresses = [one["local"] for one in all_of_them if one.get("scope") == "global" and bound in ("*", one["local"])]
     found = []
     for address in addresses:
         with contextlib.suppress(OSError), socket.create_connection((address, port), 2):
@@ -68,11 +70,10 @@ def reachable(port: int) -> list[str]:
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
-    own = {one["port"] for one in asked["listeners"]}
+    own = {(asked["unit"], one["port"]) for one in asked["listeners"]}
+    others = {(unit, place, port) for unit, place, port in listeners() if (unit, port) not in own}
     result: dict[str, object] = {
-        "others": sorted(
-            {f"{unit} at {place}" for unit, port in listeners() if port not in own for place in reachable(port)}
-        )
+        "others": sorted(f"{unit} at {place}" for unit, *bound in others for place in reachable(*bound))
     }
     for one in asked["listeners"]:
         place = one["address"], one["port"], asked["tls"]

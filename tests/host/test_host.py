@@ -300,10 +300,11 @@ def test_edge_is_all_that_others_reach(target: Target) -> None:
         return
     places = [{"address": one.nearby, "port": one.port} for one in edge.listeners]
     metrics = [path for path in NOT_THERE if path != "/metrics" or not edge.metrics_networks]
-    asked = json.dumps({"listeners": places, "tls": edge.tls is not None, "paths": metrics})
+    asked = json.dumps({"unit": layout.EDGE_UNIT, "listeners": places, "tls": edge.tls is not None, "paths": metrics})
     probe = (ROOT / "tests/host/edge_probe.py").read_text()
     found = json.loads(run(target.host, shlex.join(["python3", "-c", probe, asked])))
-    assert not found.pop("others"), "reached beyond loopback, and not through the edge"
+    others = found.pop("others")
+    assert not others, f"reached beyond loopback, and not through the edge: {', '.join(others)}"
     for place, answers in found.items():
         assert set(answers["spoken"]) <= {"TLSv1.2", "TLSv1.3"}, f"{place} speaks {answers['spoken']}"
         assert answers["spoken"] or edge.tls is None, f"{place} speaks no TLS"

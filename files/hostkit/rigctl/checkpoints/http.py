@@ -10,6 +10,7 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,9 @@ WASTE = 1 / 400  # share of a checkpoint that may lie in receive buffers
 SMALLEST_WINDOW, LARGEST_WINDOW = 256 << 10, 8 << 20  # bytes
 SO_RCVBUFFORCE = 33  # not in Python's socket module
 SWITCH_AFTER = 2  # failures without a byte before the next address is tried
+LISTING_BYTES = 16 << 20  # of a source's list of files: about 100,000 names
+LISTING_SECONDS = 900.0
+ENDLESS = f"what the source says has no end: more than {LISTING_BYTES >> 20} MiB, or {LISTING_SECONDS:.0f} s"
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 
 
@@ -283,6 +287,16 @@ class HttpFetcher(Fetcher):
             return 0.0
         self.progress.fetched += count
         return count / max(time.monotonic() - started, 1e-6)
+
+
+def bounded(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """The blocks of a list of files. Raises SourceWrong where it has no end, in bytes or in time."""
+    end, left = time.monotonic() + LISTING_SECONDS, LISTING_BYTES
+    for block in blocks:
+        left -= len(block)
+        if left < 0 or time.monotonic() > end:
+            raise SourceWrong(ENDLESS)
+        yield block
 
 
 def secret_text(secret: Secret | None) -> str | None:

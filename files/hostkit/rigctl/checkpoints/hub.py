@@ -6,10 +6,12 @@ When it stalls or fails, http takes over where it ended.
 
 import json
 import os
+import time
 from contextlib import suppress
 from contextvars import ContextVar
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from threading import Event
 from typing import Any
 
@@ -17,11 +19,14 @@ from rigctl import builder
 from rigctl.checkpoints import children
 from rigctl.checkpoints.http import (
     CONNECT_TIMEOUT,
+    ENDLESS,
+    LISTING_SECONDS,
     HttpFetcher,
     Location,
     Refused,
     Transient,
     UnansweredError,
+    bounded,
     digests_by,
     fault_of,
     origin_of,
@@ -39,22 +44,36 @@ from rigctl.errors import RigctlError
 from rigctl.own_process import own_process
 
 HUGGING_FACE = "https://huggingface.co"
+MOST_FILES = 100_000
+ANSWER_SECONDS = 60.0
 XET_FROM = 64 << 20  # bytes; smaller files are not worth a process
 XET_ERRORS = 2  # failures after which a job stops trying it
 
 
 _TOKEN_FOR: set[tuple[str, str | None, int]] = set()
 """Servers that get a token: those of endpoints, over https."""
-_LISTING: ContextVar[str] = ContextVar("listing", default="")
-"""What is being listed: then every answer must come over https."""
+_LISTING: ContextVar[tuple[str, float]] = ContextVar("listing", default=("", 0.0))
+"""What is being listed, and until when: then every answer must come over https, and have an end."""
 
 
 def _guard(request: Any) -> None:
     """Before each request of the client, redirects included: who may get the token, and whom digests may come from."""
     if server_of(str(request.url)) not in _TOKEN_FOR:
         request.headers.pop("authorization", None)
-    if _LISTING.get():
-        digests_by(str(request.url), _LISTING.get())
+    what, end = _LISTING.get()
+    if what:
+        digests_by(str(request.url), what)
+        if time.monotonic() > end:
+            raise SourceWrong(ENDLESS)
+    # Left to itself the client waits for an answer for ever.
+    waits = request.extensions.get("timeout", {}).items()
+    request.extensions["timeout"] = {kind: ANSWER_SECONDS if seconds is None else seconds for kind, seconds in waits}
+
+
+def _listed(response: Any) -> None:
+    """Read each answer of a list, before the client does: all it keeps is what its own read() would."""
+    if _LISTING.get()[0]:
+        vars(response)["_content"] = b"".join(bounded(response.iter_bytes()))
 
 
 def client(*tokens_for: str) -> Any:
@@ -67,7 +86,7 @@ def client(*tokens_for: str) -> Any:
 
     _TOKEN_FOR.update(map(server_of, filter(secure, tokens_for)))
     http = _http_library()
-    hooks = {"request": [_guard]}
+    hooks = {"request": [_guard], "response": [_listed]}
     huggingface_hub.set_client_factory(lambda: http.Client(event_hooks=hooks, follow_redirects=True, timeout=None))
     return huggingface_hub
 
@@ -107,8 +126,12 @@ class Hub(HttpFetcher):
         """All files of the revision with sizes and digests, from the hub."""
         revision = self.revision
         files = self._ask(
-            lambda api: list(api.list_repo_tree(self.source.repository, revision=revision, recursive=True))
+            lambda api: list(
+                islice(api.list_repo_tree(self.source.repository, revision=revision, recursive=True), MOST_FILES + 1)
+            )
         )
+        if len(files) > MOST_FILES:
+            raise SourceWrong(f"{self.name}: more than {MOST_FILES} files are listed: it is no checkpoint")
         return Manifest.listed(self.name, revision, [_file(item) for item in files if hasattr(item, "blob_id")])
 
     def _ask(self, question: Any) -> Any:
@@ -117,7 +140,7 @@ class Hub(HttpFetcher):
         digests_by(endpoint, self.source.repository)
         api = self._client.HfApi(endpoint=endpoint, token=self._token_for(endpoint) or False)
         for attempt in range(self.order.retries + 1):
-            listing = _LISTING.set(self.source.repository)
+            listing = _LISTING.set((self.source.repository, time.monotonic() + LISTING_SECONDS))
             try:
                 return self._translated(lambda: question(api), self.source.repository, endpoint)
             except Transient as error:
@@ -151,6 +174,8 @@ class Hub(HttpFetcher):
             raise fault_of(status, origin, what, wait) from error
         except (OSError, _http_library().HTTPError) as error:
             raise Transient(f"{origin}: {type(error).__name__}: {str(error)[:160]}") from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise SourceWrong(f"{what}: {origin} answers as no hub does ({type(error).__name__})") from error
 
     def fetch(self, entry: File, sink: Sink) -> None:
         """Fill the sink, by xet where that is wanted, the rest by http."""

@@ -1,15 +1,15 @@
 """Where checkpoints come from. A source lists its files and fills a sink with each; a generator makes a directory."""
 
-import json
 import os
 import shlex
-import subprocess
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
 from urllib.parse import quote
 
 import requests
+import urllib3
 
 from rigctl import builder, ssh
 from rigctl.checkpoints import children, verify
@@ -20,6 +20,7 @@ from rigctl.checkpoints.http import (
     Origin,
     Transient,
     UnansweredError,
+    bounded,
     check_status,
     digests_by,
     origin_of,
@@ -27,7 +28,7 @@ from rigctl.checkpoints.http import (
 )
 from rigctl.checkpoints.hub import Hub
 from rigctl.checkpoints.progress import Progress
-from rigctl.checkpoints.sink import Sink, SourceWrong
+from rigctl.checkpoints.sink import BLOCK, Sink, SourceWrong
 from rigctl.contract.checkpoint_job import CheckpointJob
 from rigctl.contract.foreign import one_line
 from rigctl.contract.manifest import File, Manifest
@@ -55,9 +56,10 @@ class Http(HttpFetcher):
                 for hop in [*response.history, response]:
                     digests_by(hop.url, self.name)
                 check_status(response, location, "manifest.json")
-                return Manifest.parse(response.json(), url)
-        except (Transient, requests.RequestException, json.JSONDecodeError) as error:
+                text = b"".join(bounded(iter(partial(response.raw.read1, BLOCK, decode_content=True), b"")))
+        except (Transient, requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
             raise UnansweredError(f"the manifest {url} cannot be fetched: {error}") from error
+        return Manifest.parse_text(text, url)
 
     def locate(self, entry: File, group: int) -> Location:
         """The mirror in every second group; it never gets the token."""
@@ -106,28 +108,30 @@ class Ssh(Fetcher):
 
     def _answer(self, script: str, stdin: bytes = b"") -> list[str]:
         """The items of a script's output, which end with NUL."""
+        said = bytearray()
         with builder.sandboxed(**self._remote(script)) as command:
-            done = subprocess.run(command, input=stdin, capture_output=True, check=False)
-        if done.returncode:
-            reason = done.stderr.decode(errors="replace").strip().splitlines()
+            code, why = children.run(command, self.stop, said, given=stdin)
+        if code:
             raise RigctlError(
-                f"{self.name} cannot be read: {one_line(reason[-1]) if reason else done.returncode}; "
-                "check the path, the host key and the SSH key"
+                f"{self.name} cannot be read: {one_line(why)}; check the path, the host key and the SSH key"
             )
-        return [os.fsdecode(item) for item in done.stdout.split(b"\0") if item]
+        return [os.fsdecode(item) for item in bytes(said).split(b"\0") if item]
 
     def listing(self) -> Manifest:
         """Sizes by find, sha256 on all cores of the other host."""
         listed = [item.partition(" ") for item in self._answer(r"find . -type f -printf '%s %P\0'")]
-        sizes = {name: int(size) for size, _, name in listed if self._source.selects(name)}
+        try:
+            sizes = {name: int(size) for size, _, name in listed if self._source.selects(name)}
+        except ValueError:
+            raise SourceWrong(f"{self.name}: what it lists is no list of files") from None
         if not sizes:
             raise RigctlError(f"{self.name} has no file that the patterns select")
         names = b"\0".join(os.fsencode(f"./{name}") for name in sizes)
         hashed = self._answer('xargs -0 -n 1 -P "$(nproc)" sha256sum --zero --', names)
-        digests = [item.partition("  ./") for item in hashed]
-        entries = [{"path": name, "size": sizes[name], "sha256": digest} for digest, _, name in digests]
-        if len(entries) != len(sizes):
-            raise RigctlError(f"{self.name}: {len(entries)} of {len(sizes)} files were hashed: it changes")
+        digests = {name: digest for digest, _, name in (item.partition("  ./") for item in hashed)}
+        if digests.keys() != sizes.keys():
+            raise RigctlError(f"{self.name}: of {len(sizes)} files others or fewer were hashed: it changes")
+        entries = [{"path": name, "size": size, "sha256": digests[name]} for name, size in sizes.items()]
         return Manifest.listed(self.name, None, entries)
 
     def attempt(self, entry: File, group: int, sink: Sink) -> None:

@@ -25,7 +25,7 @@ PATTERNS = (
         r"(?i)((?:api[-_]?key|token|secret|password|authorization)['\"]?\s*[=:]\s*['\"]?(?:bearer\s+)?)"
         r"(?!null\b|None\b)[^\s'\",}]+"
     ),
-    re.compile(r"(--[\w-]*(?:key|token|secret|password)[= ])\S+"),
+    re.compile(r"(?<![\w-])(--[\w-]*(?:key|token|secret|password)[= ])\S+"),
     re.compile(r"(?i)(bearer\s+)[\w.~+/-]{8,}=*"),
     re.compile(r"()\b(?:hf|sk|ghp)[_-][A-Za-z0-9]{16,}\b"),
     re.compile(r"(://)[^/\s:@]+:[^/\s@]+(?=@)"),
@@ -68,10 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def known_secrets(directory: Path) -> list[str]:
     """The secrets of this host, to be masked wherever they turn up."""
-    try:
-        return [text for path in sorted(directory.iterdir()) if (text := path.read_text().strip())]
-    except OSError:
-        return []
+    files = (path for path in sorted(directory.glob("*")) if path.is_file())
+    return [text for path in files if (text := path.read_text(errors="replace").strip())]
 
 
 def masked(text: str, secrets: Iterable[str]) -> str:

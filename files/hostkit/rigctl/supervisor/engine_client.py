@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +36,11 @@ BAD_ANSWERS = (
     TypeError,
     AttributeError,
     ArithmeticError,
+    RecursionError,
 )
 """What calls of `Engine` and the reading of an answer raise: nothing came, or what came may be anything."""
+ANSWER_BYTES = 64 << 20
+"""More than any answer of an engine: its counters are a few hundred KiB."""
 ACCEPT_SECONDS = 60.0
 """So long a connection may wait to be accepted; an engine on a busy processor has been seen to take seconds."""
 
@@ -217,13 +222,27 @@ class Engine:
 
     def post(self, path: str, content: Mapping[str, Any] | None = None, *, timeout: float) -> requests.Response:
         """POST, such as start_profile, without a body or with JSON."""
-        response = self._session.post(f"{self.specification.base_url}/{path}", json=content, timeout=timeout)
-        response.raise_for_status()
-        return response
+        return self._asked("POST", f"/{path}", timeout, content)
 
     def _get(self, path: str, timeout: float) -> requests.Response:
-        response = self._session.get(self.specification.base_url + path, timeout=timeout)
+        return self._asked("GET", path, timeout)
+
+    def _asked(
+        self, method: str, path: str, timeout: float, content: Mapping[str, Any] | None = None
+    ) -> requests.Response:
+        """The whole answer: root asks too, and an engine may have fallen into wrong hands. No redirect is followed."""
+        url = self.specification.base_url + path
+        with self._session.request(
+            method, url, json=content, timeout=timeout, allow_redirects=False, stream=True
+        ) as response:
+            end, body = time.monotonic() + timeout, bytearray()
+            # read1 gives what has arrived: others wait until a block is full.
+            while block := response.raw.read1(1 << 16, decode_content=True):
+                body += block
+                if len(body) > ANSWER_BYTES or time.monotonic() > end:
+                    raise requests.RequestException(f"{url}: the answer has no end")
         response.raise_for_status()
+        response.raw = io.BytesIO(body)
         return response
 
 
