@@ -16,7 +16,7 @@ from rigctl.errors import RigctlError
 Key = tuple[str | int, ...]
 
 
-DEEPEST = 40
+DEEPEST, MOST = 40, 20_000
 """Levels of a value; an alias that contains itself has no end."""
 
 
@@ -129,6 +129,8 @@ def load(path: Path, shown_as: str | None = None) -> Document:
 
 def _construct(node: yaml.Node, file: str, key: Key, places: dict[Key, Place]) -> Any:
     places.setdefault(key, Place(file, node.start_mark.line + 1))
+    if len(places) > MOST:
+        raise CatalogError(f"{file}: more than {MOST:,} values, perhaps by an alias (*) of what has aliases itself")
     if len(key) > DEEPEST:
         raise CatalogError(f"{file}:{node.start_mark.line + 1}: {_dotted(key[:4])}: nested too deeply, or in itself")
     if isinstance(node, yaml.CollectionNode) and node.tag not in _COLLECTIONS:

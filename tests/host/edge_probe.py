@@ -73,7 +73,7 @@ def main() -> None:
     own = {(asked["unit"], one["port"]) for one in asked["listeners"]}
     others = {(unit, place, port) for unit, place, port in listeners() if (unit, port) not in own}
     result: dict[str, object] = {
-        "others": sorted(f"{unit} at {place}" for unit, *bound in others for place in reachable(*bound))
+        "others": sorted(f"{unit} at {place}" for unit, bound, port in others for place in reachable(bound, port))
     }
     for one in asked["listeners"]:
         place = one["address"], one["port"], asked["tls"]

@@ -92,7 +92,7 @@ def target(port: int, said: str = "", **host: Any) -> Target:
                 edge_probe.main()
         return SimpleNamespace(rc=0, stdout=output.getvalue(), stderr="")
 
-    return Target("gpu", SimpleNamespace(run=run, **host), plan(port), {}, {"files": {UNIT: ""}})  # type: ignore[arg-type]
+    return Target("gpu", SimpleNamespace(run=run, **host), plan(port), {}, {"files": {UNIT: ""}})
 
 
 def test_a_right_edge_holds(edge: Any) -> None:

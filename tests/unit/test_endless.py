@@ -19,6 +19,7 @@ from pyinfra.connectors import util
 from pyinfra.connectors.sshuserclient import client
 from testinfra.backend.base import CommandResult
 
+from rig.catalog.yaml_source import CatalogError, load
 from rig.cli import pyinfra_mends, ssh
 from rigctl.checkpoints import children, http, hub
 from rigctl.checkpoints.progress import Progress
@@ -259,3 +260,11 @@ def test_a_secret_is_masked_though_another_cannot_be_read(tmp_path: Path) -> Non
     (tmp_path / "b").write_bytes(b"\xff\xfe")
     (tmp_path / "c").write_text("s3cret-key\n")
     assert doctor.masked("x s3cret-key y --api-key=abc", doctor.known_secrets(tmp_path)) == "x *** y --api-key=***"
+
+
+def test_a_catalogue_of_aliases(tmp_path: Path) -> None:
+    """Five lines of nine aliases each are 59,049 values, ten of them more than any memory."""
+    lines = ["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 11))]
+    (tmp_path / "x.yaml").write_text("\n".join(lines))
+    with pytest.raises(CatalogError, match="more than 20,000 values"):
+        load(tmp_path / "x.yaml")
