@@ -240,7 +240,7 @@ def test_counters_are_for_named_networks_alone() -> None:
 
 def test_engines_of_different_models_are_told_apart_by_the_requests() -> None:
     plan = with_edge()
-    assert "wait-for-body" not in edge_files(plan)[CONFIGURATION], "one model: every engine will do"
+    assert "wait-for-body time 30s" not in edge_files(plan)[CONFIGURATION], "one model: every engine will do"
     named = plan.serving["vllm-base"].model_copy(update={"served_model_name": "kimi"})
     edge, _ = edge_of(plan.data.edge, None, {**plan.serving, "vllm-base": named})
     object.__setattr__(plan, "serving", {**plan.serving, "vllm-base": named})

@@ -46,9 +46,14 @@ class Answers(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Handshakes in old versions of TLS fail here: they are the test."""
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[ThreadingHTTPServer]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+def server() -> Iterator[Server]:
+    with Server(("127.0.0.1", 0), Answers) as server:
         server.socket = server_context().wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server
@@ -56,7 +61,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
 
 
 @pytest.fixture
-def edge(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> Any:
+def edge(server: Server, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What answers at the address of `target`; the host has no listener of ours but this one."""
     handler: Any = type("Handler", (Answers,), {"server_port": server.server_port})
     monkeypatch.setattr(server, "RequestHandlerClass", handler)
@@ -66,6 +71,7 @@ def edge(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def listening(monkeypatch: pytest.MonkeyPatch, *sockets: tuple[str, str, int]) -> None:
     """Sockets of our units; the host has the address 192.0.2.7, and whatever listens there is reached."""
+    monkeypatch.setattr(edge_probe, "SECONDS", 60)
     monkeypatch.setattr(edge_probe, "listeners", lambda: iter(sockets))
     shown = json.dumps([{"addr_info": [{"local": "192.0.2.7", "scope": "global"}]}])
     monkeypatch.setattr(edge_probe.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=shown))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import struct
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from testinfra.backend.base import CommandResult
 
 from rig.catalog.yaml_source import CatalogError, load
 from rig.cli import pyinfra_mends, ssh
-from rigctl.checkpoints import children, http, hub
+from rigctl.checkpoints import children, headers, http, hub
 from rigctl.checkpoints.progress import Progress
 from rigctl.checkpoints.sources import Ssh, open_source
 from rigctl.contract.checkpoint_job import CheckpointJob
@@ -268,3 +269,17 @@ def test_a_catalogue_of_aliases(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("\n".join(lines))
     with pytest.raises(CatalogError, match="more than 20,000 values"):
         load(tmp_path / "x.yaml")
+
+
+@pytest.mark.parametrize("header", ["twin", "shape"])
+def test_a_header_that_costs_the_square_of_its_length(tmp_path: Path, header: str) -> None:
+    """A file of weights may have 100 MB of header."""
+    tensor = '{"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}'
+    names = [f'"n{number}": {tensor}' for number in range(40_000)]
+    shape = tensor.replace("[0]", f"[{'99999999999999999,' * 100_000}1]")
+    text = f"{{{', '.join([*names, names[-1]])}}}" if header == "twin" else f'{{"x": {shape}}}'
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text.encode())
+    begun = time.process_time()
+    with pytest.raises(headers.BadFile, match=r"twice|100001 dimensions"):
+        headers.read(tmp_path / "model.safetensors")
+    assert time.process_time() - begun < 3

@@ -2,6 +2,7 @@
 
 import os
 import select
+import signal
 import subprocess
 import tempfile
 import time
@@ -40,10 +41,10 @@ def run(
             try:
                 stalled = child.stdout is not None and not _taken(child.stdout, errors, stop, sink, stall)
             except BaseException:
-                child.kill()
+                os.killpg(child.pid, signal.SIGKILL)
                 raise
             if stalled:
-                child.kill()
+                os.killpg(child.pid, signal.SIGKILL)
         errors.seek(max(0, os.fstat(errors.fileno()).st_size - LAST_BYTES))
         lines = errors.read().decode(errors="replace").strip().splitlines()
     if stalled:

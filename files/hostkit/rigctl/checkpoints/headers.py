@@ -8,6 +8,7 @@ import json
 import math
 import os
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rigctl.errors import RigctlError
 from rigctl.reached import readable
 
 LONGEST = 100_000_000  # bytes of header that the library accepts
+DIMENSIONS = 64  # of a tensor, as torch allows
 BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8,
     "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -73,8 +75,7 @@ def read(path: Path) -> dict[str, Tensor]:
 def _no_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
     content = dict(pairs)
     if len(content) != len(pairs):
-        names = [name for name, _ in pairs]
-        twin = next(name for name in names if names.count(name) > 1)
+        twin = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise BadFile(f"header names {twin!r} twice")
     return content
 
@@ -82,6 +83,8 @@ def _no_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _tensor(name: str, item: Any, path: Path, base: int) -> Tensor:
     dtype, shape, (start, end) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
     numbers = (*shape, start, end)
+    if len(shape) > DIMENSIONS:
+        raise BadFile(f"tensor {name}: {len(shape)} dimensions")
     if not isinstance(dtype, str) or any(type(one) is not int or one < 0 for one in numbers) or start > end:
         raise BadFile(f"tensor {name}: dtype {dtype!r}, shape {list(shape)}, bytes {start!r} to {end!r}")
     if dtype not in BITS:
