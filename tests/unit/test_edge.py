@@ -246,7 +246,7 @@ def test_engines_of_different_models_are_told_apart_by_the_requests() -> None:
     object.__setattr__(plan, "serving", {**plan.serving, "vllm-base": named})
     object.__setattr__(plan, "edge", edge)
     files = edge_files(plan)
-    assert "wait-for-body" in files[CONFIGURATION]
+    assert "wait-for-body time 30s" in files[CONFIGURATION]
     assert 'model = "kimi"' in files[f"{layout.EDGE}/engines.lua"]
 
 
