@@ -1,5 +1,7 @@
 """Pictures of the report as inline SVG: text stays text, colours are the page's own and follow dark mode and print."""
 
+from __future__ import annotations
+
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +55,7 @@ class PlottingMissing(RigctlError):
     """matplotlib is not installed."""
 
 
-def _picture(prefix: str, height: float, draw: "Callable[[Axes], None]") -> str:
+def _picture(prefix: str, height: float, draw: Callable[[Axes], None]) -> str:
     """One SVG of what `draw` draws. prefix: of the ids in it."""
     try:
         import matplotlib  # noqa: PLC0415  # heavy, and needed for reports only
@@ -175,7 +177,7 @@ def legend(study: Study) -> list[tuple[str, str, str]]:
     ]
 
 
-def _axes(axes: "Axes", y: str, ticks: Sequence[int]) -> None:
+def _axes(axes: Axes, y: str, ticks: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(ticks), [str(tick) for tick in ticks])
     axes.minorticks_off()

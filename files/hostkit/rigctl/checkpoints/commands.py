@@ -1,5 +1,7 @@
 """`rigctl checkpoints`: stage, verify, repair, adopt, fit and show checkpoints."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import os
@@ -59,7 +61,7 @@ def _order(arguments: argparse.Namespace) -> CheckpointJob:
     return order
 
 
-def _new_job(order: CheckpointJob) -> "Job":
+def _new_job(order: CheckpointJob) -> Job:
     # Not above: the clients of hub and web take a while to import, and few commands fetch anything.
     from rigctl.checkpoints import staging
 
@@ -79,7 +81,7 @@ def _stage(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _job(arguments: argparse.Namespace, work: "Callable[[Job], Outcome]") -> int:
+def _job(arguments: argparse.Namespace, work: Callable[[Job], Outcome]) -> int:
     """Run one job with its status file; SIGTERM and SIGINT end it cleanly, what is fetched stays."""
     job = _new_job(_order(arguments))
     name, said = job.order.name, job.progress
