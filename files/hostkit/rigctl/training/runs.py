@@ -112,7 +112,7 @@ def _free(root: str) -> int:
 
 
 def _rows(path: str) -> int:
-    with readable(path) as file:
+    with readable(Path(path)) as file:
         return sum(bool(line.strip()) for line in lines(file, Path(path)))
 
 
