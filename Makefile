@@ -133,7 +133,7 @@ test-drill: supported .venv/ready ## faults of units, adoption and interrupted d
 	@$(BIN)/python -m pytest -q --real tests/drill
 	@$(BIN)/python -m pytest -q -m long tests/sandbox/test_sudo.py
 
-test-models: supported .venv/ready ## three model families beside each other, and what the canary catches (15 minutes, a box)
+test-models: supported .venv/ready ## three model families beside each other, and what the canary catches (15 to 30 minutes, a box)
 	@$(BIN)/python -m pytest -q tests/sandbox/test_models.py
 
 test-upgrade: supported .venv/ready ## the previous version serves, this one deploys over it, a rollback starts (15 minutes)

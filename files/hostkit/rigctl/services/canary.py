@@ -11,8 +11,8 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 from rigctl.contract import layout
@@ -68,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
         identity = started.checkpoints.get(specification.checkpoints.target) or ""
         baseline = None if arguments.baseline else _baseline(specification, identity, prompts)
     except Misused as error:
-        return _misused(error)
+        print(f"rigctl canary: {error}")
+        return USAGE
     found = ask(specification, started, prompts, identity, baseline)
     if baseline is None:
         outcome = of_baseline(found)
@@ -79,11 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
     write(outcome_place(specification.name), CanaryOutcome.FILE, outcome)
     print(json.dumps(outcome.model_dump(mode="json"), indent=2) if arguments.json else table(outcome, baseline))
     return int(outcome.verdict == "worse")
-
-
-def _misused(error: RigctlError) -> int:
-    print(f"rigctl canary: {error}")
-    return USAGE
 
 
 def prompts_of(specification: Specification) -> CanaryPrompts:
@@ -206,15 +202,11 @@ def compared(found: CanaryRun, baseline: CanaryRun) -> CanaryOutcome:
             reasons.append(f"{name}: {now.why}")
         elif found.settings.digest == baseline.settings.digest and before.text and now.text not in (None, before.text):
             reasons.append(f"{name}: the same settings gave another text at temperature 0")
-    score, lowest, highest = _mean(found.scores), min(baseline.scores), max(baseline.scores)
+    score, lowest, highest = fmean(found.scores), min(baseline.scores), max(baseline.scores)
     if score < lowest - ROUNDING:
         reasons.append(f"score {score:.2f} is below the baseline's {lowest:.2f} to {highest:.2f}")
     verdict: Verdict = "worse" if reasons else "better" if score > highest + ROUNDING else "same"
     return CanaryOutcome(verdict=verdict, reasons=reasons, run=found, baseline_at=baseline.at)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def table(outcome: CanaryOutcome, baseline: CanaryRun | None) -> str:
@@ -233,7 +225,7 @@ def table(outcome: CanaryOutcome, baseline: CanaryRun | None) -> str:
     lines += [
         "",
         f"{found.target} by {made.configuration}: {made.release}, KV cache {made.cache}{drafter}",
-        f"{'baseline' if baseline is None else 'canary'}: {outcome.verdict}, score {_mean(found.scores):.2f}"
+        f"{'baseline' if baseline is None else 'canary'}: {outcome.verdict}, score {fmean(found.scores):.2f}"
         + (f" (baseline of {time.strftime('%Y-%m-%d %H:%M', time.localtime(baseline.at))})" if baseline else ""),
         *(f"  {each}" for each in outcome.reasons),
     ]
