@@ -21,6 +21,10 @@ NAME = "tiny-drafter"
 class TrainingBox(DeployBox):
     """A box and the commands on its training."""
 
+    def deploy(self, *options: str) -> subprocess.CompletedProcess[str]:
+        """Two environments with a torch each: longer than other boxes'."""
+        return self.run("rig", "deploy", "-v", self.inventory, *options, timeout=3000)
+
     def train(self, **environment: str) -> subprocess.CompletedProcess[str]:
         """What `make train` runs."""
         return self.run("rig", "train", self.inventory, "--name", NAME, timeout=3000, **environment)
