@@ -79,8 +79,8 @@ plan: .venv/run ## INVENTORY=... [LIMIT=host]: what a deploy would change (0 not
 deploy: .venv/run ## INVENTORY=... [LIMIT=host]: converge (0 converged, 3 reboot pending, 1 failed)
 	@$(RIG) deploy $(if $(V),-v) "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
 
-rollback: .venv/run ## INVENTORY=... [LIMIT=host] [TO=state]: environments, units and flags of the deploy before
-	@$(RIG) rollback $(if $(V),-v) "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${TO:+--to="$$TO"}
+rollback: .venv/run ## INVENTORY=... [LIMIT=host] [TO=state] [PLAN=1]: environments, units and flags of the deploy before
+	@$(RIG) rollback $(if $(V),-v) "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $${TO:+--to="$$TO"} $(if $(PLAN),--plan)
 
 verify: .venv/run ## INVENTORY=...: prove the live hosts
 	@$(RIG) verify "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"}
@@ -97,8 +97,8 @@ reboot: .venv/run ## INVENTORY=...: deploy, and reboot where boot-time settings 
 status: .venv/run ## INVENTORY=... [JSON=1]: one line a host
 	@$(RIG) status "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $(if $(JSON),--json)
 
-uninstall: .venv/run ## INVENTORY=... [YES=1]: remove what the hosts' records list, nothing else
-	@$(RIG) uninstall $(if $(V),-v) "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $(if $(YES),--yes)
+uninstall: .venv/run ## INVENTORY=... [PLAN=1] [YES=1]: remove what the hosts' records list, nothing else
+	@$(RIG) uninstall $(if $(V),-v) "$$INVENTORY" $${LIMIT:+--limit="$$LIMIT"} $(if $(PLAN),--plan) $(if $(YES),--yes)
 
 bench: .venv/run ## INVENTORY=... CONFIGS="a b": measure configurations, then report
 	@$(PIP) --require-hashes -r requirements/bench.txt

@@ -134,7 +134,7 @@ def _lines(name: str, parser: argparse.ArgumentParser, does: str = "") -> Iterat
             inner = True
             helps = {one.dest: one.help for one in action._choices_actions}
             for sub, below in action.choices.items():
-                yield from _lines(f"{name} {sub}", below, helps.get(sub) or "")
+                yield from _lines(f"{name} {sub}", below, helps.get(sub) or "an older name of the one above")
         elif not isinstance(action, argparse._HelpAction):
             value = str(action.metavar or action.dest).upper() if action.nargs != 0 else ""
             word = " ".join([*action.option_strings[-1:], *([value] if value else [])])

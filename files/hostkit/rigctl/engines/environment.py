@@ -36,7 +36,7 @@ BUILD_LOCK = ".lock"
 def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser("environment", help="build an engine environment from its lock")
     actions = parser.add_subparsers(dest="action", required=True)
-    build_parser = actions.add_parser("build")
+    build_parser = actions.add_parser("build", help="build the environment of an order, whole or not at all")
     build_parser.add_argument("order", help="JSON, as the deploy writes it (rigctl/contract/environment_build.py)")
     build_parser.set_defaults(run=lambda arguments: build(EnvironmentBuild.parse_text(arguments.order, "the order")))
 
