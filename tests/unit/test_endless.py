@@ -57,6 +57,19 @@ def trickling(line: socket.socket) -> None:
         time.sleep(0.05)
 
 
+def cut(line: socket.socket) -> None:
+    line.sendall(HEAD + b"Content-Length: 99\r\n\r\n[")
+
+
+def reset(line: socket.socket) -> None:
+    cut(line)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def garbled(line: socket.socket) -> None:
+    whole(b"no gzip", b"Content-Encoding: gzip\r\n")(line)
+
+
 def silent(line: socket.socket) -> None:
     while line.recv(1 << 16):
         pass
@@ -110,14 +123,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("says", [endless, trickling, silent, whole(b'{"data": %s' % DEEP)])
+@pytest.mark.parametrize("says", [endless, trickling, silent, cut, reset, garbled, whole(b'{"data": %s' % DEEP)])
 def test_an_engine(serve: Callable[..., int], says: Says) -> None:
     """Root asks it, by `rigctl switch`, `canary`, `status`."""
     engine, begun = Engine(specification(port=serve(says))), time.monotonic()
     for ask in (engine.models, engine.metrics_text, lambda timeout: engine.completion("x", timeout=timeout)):
         with suppress(*BAD_ANSWERS):
             ask(timeout=0.2)
-            assert ask == engine.metrics_text and says not in (endless, trickling, silent)
+            assert ask == engine.metrics_text and says not in (endless, trickling, silent, cut, reset, garbled)
     assert time.monotonic() - begun < 30
 
 

@@ -236,11 +236,14 @@ class Engine:
             method, url, json=content, timeout=timeout, allow_redirects=False, stream=True
         ) as response:
             end, body = time.monotonic() + timeout, bytearray()
-            # read1 gives what has arrived: others wait until a block is full.
-            while block := response.raw.read1(1 << 16, decode_content=True):
-                body += block
-                if len(body) > ANSWER_BYTES or time.monotonic() > end:
-                    raise requests.RequestException(f"{url}: the answer has no end")
+            try:
+                # read1 gives what has arrived: others wait until a block is full.
+                while block := response.raw.read1(1 << 16, decode_content=True):
+                    body += block
+                    if len(body) > ANSWER_BYTES or time.monotonic() > end:
+                        raise requests.RequestException(f"{url}: the answer has no end")
+            except urllib3.exceptions.HTTPError as error:  # as requests does where it reads itself
+                raise requests.ConnectionError(error) from error
         response.raise_for_status()
         response.raw = io.BytesIO(body)
         return response
