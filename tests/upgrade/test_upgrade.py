@@ -18,6 +18,7 @@ import pytest
 import requests
 
 from rig.sandbox import Box
+from rig.sandbox.limits import IN_BOX
 from rigctl.contract import layout
 from tests.upgrade.conftest import EDGE_PORT, INVENTORY, KEY, Previous, Tree, succeeded
 
@@ -297,10 +298,12 @@ def test_what_a_newer_version_left_is_refused_before_anything_changes(host: Host
 
 def test_an_uninstall_takes_the_edge_along(host: Host, before: Before, this_tree: Tree) -> None:
     there = (
-        f"ls -d {layout.UNITS}/*edge* {layout.UNITS}/haproxy* {layout.UNITS}/*/*edge* {layout.ETC} {layout.EDGE} "
-        f"/etc/sysusers.d/kimi* /etc/haproxy /usr/sbin/haproxy; getent passwd {layout.EDGE_USER}; "
+        f"ls -d {layout.UNITS}/*edge* {layout.UNITS}/haproxy* {layout.UNITS}/*/*edge* /etc/sysusers.d/kimi* "
+        f"/etc/haproxy /usr/sbin/haproxy; find {layout.ETC} -type f ! -path {IN_BOX}; "
+        f"getent passwd {layout.EDGE_USER}; "
         f"systemctl list-units --all --plain --no-legend 'kimi-*' 'haproxy*'; ss -Hltn 'sport = :{EDGE_PORT}'"
     )
     assert str(EDGE_PORT) in host.tried(there)
-    succeeded(this_tree.run("rig", "uninstall", INVENTORY, "--yes"))
-    assert host.tried(there) == ""
+    gone = this_tree.run("rig", "uninstall", INVENTORY, "--yes")
+    succeeded(gone)
+    assert host.tried(there) == "", gone.stdout
