@@ -624,7 +624,7 @@ def test_a_full_disk_ends_a_step_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(_: KernelJob, __: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/work/memo.json")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/builds/memo.json")
 
     monkeypatch.setattr(steps, "STEPS", {"inputs": full})
     monkeypatch.setattr(steps, "end_with_us", nullcontext)
@@ -633,7 +633,7 @@ def test_a_full_disk_ends_a_step_with_a_sentence(
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({"order": order(tmp_path), "given": None})))
     assert steps.main() == 1
     said = capsys.readouterr().out
-    assert said.startswith(steps.RESULT) and "/work/memo.json: No space left on device" in said
+    assert said.startswith(steps.RESULT) and "/builds/memo.json: No space left on device" in said
 
 
 def test_a_source_whose_patching_was_killed_is_taken_anew(tmp_path: Path) -> None:
