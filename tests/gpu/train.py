@@ -277,7 +277,7 @@ def main() -> int:
         started = time.monotonic()
         try:
             report[name] = steps[name](arguments.work, arguments.out, cpu=arguments.cpu)
-        except Exception:
+        except Exception:  # the next step still runs, as lent time is short; the report has the words
             report[name] = {"ok": False, "error": traceback.format_exc()[-4000:]}
         report[name]["step_seconds"] = round(time.monotonic() - started, 1)
         write_json(arguments.out / "train.json", report)
